@@ -1,4 +1,4 @@
-"""The files of the project, and its commits where there are any: in a clone, another user's, an unpacked archive."""
+"""Files and commits of the project, in a clone, in another user's clone, or in an unpacked archive."""
 
 import functools
 import os
@@ -8,15 +8,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN_MODEL = str(ROOT / "tests" / "golden" / "demo_model.json")  # of the golden losses; it has a convolutional stem
+GOLDEN_MODEL = str(ROOT / "tests" / "golden" / "demo_model.json")  # of the golden losses; has a convolutional stem
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Files of the working tree that git tracks, and new ones in folders of such. Of an archive, which has no history
-    of its own, all but those that .gitignore names. patterns: as fnmatch has them; a folder stands for its files."""
+    """Return the files of the working tree that git tracks, and new files in tracked folders.
+
+    In an archive without git these are all files except those in .gitignore. `patterns` are fnmatch patterns or
+    top-level folders.
+    """
     files = listed("--cached") if is_checkout() else unpacked()
     if is_checkout():
-        folders = {path.parts[0] for path in files if len(path.parts) > 1}  # not files next to them: a log, venv/
+        folders = {path.parts[0] for path in files if len(path.parts) > 1}  # no files outside of them: a log, venv/
         files += [path for path in listed("--others", "--exclude-standard") if path.parts[0] in folders]
     return [
         path
@@ -27,13 +30,13 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
-    """Of the repository, also where the clone is another user's."""
+    """Run git in the repository, even if another user owns the clone."""
     return subprocess.run(["git", "-c", "safe.directory=*", "-C", str(ROOT), *words], capture_output=True, text=True)
 
 
 @functools.cache
 def is_checkout() -> bool:
-    """Not of an archive without git, even inside the checkout of another project."""
+    """Return False for an archive without git, even inside the checkout of another project."""
     return shutil.which("git") is not None and git("rev-parse", "--show-toplevel").stdout.strip() == str(ROOT.resolve())
 
 

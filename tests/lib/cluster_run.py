@@ -1,4 +1,4 @@
-"""Training over the hosts of hosts.py as the README says, and what it leaves behind."""
+"""Training over the hosts of hosts.py with the README's commands, and checks of its results."""
 
 import contextlib
 import json
@@ -17,19 +17,19 @@ from tests.lib.entry import alone, command, losses
 from tests.lib.hosts import PATH, Hosts
 from tests.lib.waiting import finish, wait_until
 
-MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them where hosts cannot be made
+MARKS = [pytest.mark.cluster, pytest.mark.timeout(900)]  # conftest.py skips them if hosts cannot be made
 DEEPSPEED = ["deepspeed", "-q", "--launcher", "pdsh", "--hostfile"]
 
 
 def flags(demo_folder, logs, *more: str) -> list[str]:
-    """pretrain_clip.py and its flags, with nothing in them that a shell would change."""
+    """Return pretrain_clip.py and its flags, without characters that a shell would interpret."""
     words = command(demo_folder, logs, "--device", "cpu", "--workers", "0", "--log-every-n-steps", "1", *more)
     start = words.index("--aug-cfg")
     return words[:start] + words[start + 3 :]
 
 
 def start(hosts: Hosts, arguments: list, *, on: int = 0, **environment: str) -> subprocess.Popen:
-    """`arguments` run on a host, as a user would type them there."""
+    """Start a command on a host, as a user would type it there."""
     settings = [f"{name}={value}" for name, value in ({"PATH": PATH, "HOME": hosts.folder} | environment).items()]
     return subprocess.Popen(
         hosts[on].command(["env", "-i", *settings, *arguments], ROOT),
@@ -38,14 +38,14 @@ def start(hosts: Hosts, arguments: list, *, on: int = 0, **environment: str) -> 
 
 
 def train(hosts: Hosts, arguments: list, **environment: str) -> tuple[int, str]:
-    """The README's command, from the first host: (exit code, what it printed)."""
+    """Run the README's command on the first host; return its exit code and output."""
     return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], on=0, **environment))
 
 
 def losses_of_hosts_and_of_one_rank(
     demo_folder, folder: Path, *, hosts: int, slots: int, pairs: int, steps: int
 ) -> tuple[list[float], list[float]]:
-    """Of `steps` steps of `pairs` pairs: the whole trainer's, with a two-level ring on all ranks, and one rank's."""
+    """Return the losses of `steps` steps of `pairs` pairs: on all ranks with a two-level ring, and on one rank."""
     more, ranks = ("--steps", str(steps), "--accum-freq", "1"), hosts * slots
     many = ("--global-batch-size", str(pairs), "--batch-size", str(pairs // ranks))
     with Hosts(hosts, slots=slots) as made:
@@ -64,7 +64,7 @@ def ranks_on(host) -> list:
 
 
 def wait_until_gone(hosts: Hosts, seconds: float) -> float:
-    """Seconds until no rank is left on any host that is up."""
+    """Wait until no rank is left on any host that is up; return the seconds."""
 
     def left() -> list[tuple[str, int]]:
         return [(host.name, process.pid) for host in hosts.all for process in ranks_on(host)]
@@ -80,7 +80,7 @@ def kill(process, number: int = signal.SIGKILL) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A file system of its own; hosts that are made within share it. Skips where mount is missing or refuses."""
+    """Mount a small file system, which hosts made inside share. Skip the test if mount is missing or fails."""
     if absent := [program for program in ("mount", "umount") if shutil.which(program) is None]:
         pytest.skip(f"not installed: {', '.join(absent)} (util-linux)")
     folder.mkdir()
@@ -94,6 +94,6 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 def launch_script(hosts: Hosts, arguments: list, **environment: str) -> subprocess.Popen:
-    """launch/hostfile.sh from the first host."""
+    """Start launch/hostfile.sh on the first host."""
     settings = {"HOSTS": str(hosts.hostfile), "INTERFACE": "eth0"} | environment
     return start(hosts, ["bash", "launch/hostfile.sh", *arguments[1:]], on=0, **settings)

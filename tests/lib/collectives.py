@@ -1,12 +1,12 @@
-"""How many collectives an action starts, on all threads, as torch's profiler sees them."""
+"""Count the collectives that an action starts, on all threads, with torch's profiler."""
 
 import torch
 
 
 def collectives(kind: str, action) -> int:
-    """Those whose name has `kind` in it: "reduce", "gather".
+    """Count the collectives whose name contains `kind`: "reduce", "gather".
 
-    profile.events() would pair all operations with their parts first, which takes longer than a small model's step.
+    profile.events() is not used: it builds a tree of all operations, which takes longer than a small model's step.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         action()

@@ -2,8 +2,8 @@
 
     python -m tests.lib.data_faults docs/reference/data-faults.md
 
-A case is 30 good samples in three shards, plus a fault. Both readers make one epoch of it; a row of the table says how
-many good samples were used, and what was counted. tests/data/test_data_faults.py holds every case to its number.
+A case is 30 good samples in three shards, plus a fault. Both readers make one epoch of it. A row of the table has the
+number of good samples used and the counters. tests/data/test_data_faults.py checks the number of every case.
 """
 
 import os
@@ -26,12 +26,12 @@ from tests.lib.shard_files import Payload, encode, pair_members, picture, png_bo
 from tests.lib.small_loader import caption_tokenizer, small_loader
 
 GOOD = 30
-ENDS = None  # the run ends with an error that names the fault
+ENDS = None  # the run ends with an error that reports the fault
 
 
 @dataclass
 class Place:
-    """Where a case happens: shards 0, 1, 2 of ten samples each, and a folder for the rest."""
+    """Files of a case: shards 0, 1, 2 of ten samples each, and a folder for other files."""
 
     folder: Path
     web: Behaviour
@@ -44,16 +44,16 @@ class Place:
 
     @property
     def in_shell(self) -> str:
-        """`shards` as a word of a shell command."""
+        """Return `shards` as a word of a shell command."""
         return shlex.quote(str(self.shards))
 
     def add(self, *members: tuple[str, bytes]) -> str:
-        """One more shard, of these members and a good sample, which is number GOOD."""
+        """Add a shard with these members and a good sample, number GOOD."""
         write_tar(self.shards / "3.tar", [*members, *pair_members(GOOD)])
         return str(self.shards)
 
     def edit(self, change: Callable[[bytes], bytes]) -> str:
-        """Shard 1 with other bytes."""
+        """Change the bytes of shard 1."""
         path = self.shards / "1.tar"
         path.write_bytes(change(path.read_bytes()))
         return str(self.shards)
@@ -68,7 +68,7 @@ def caption(data: bytes) -> Callable[[Place], str]:
 
 
 def header_in(tar: bytes) -> int:
-    """Offset of the header of the image of sample 6 (of ten) in shard 1."""
+    """Return the offset of the header of sample 6's image in shard 1, which has ten samples."""
     return next(at for at in range(0, len(tar), 512) if tar[at : at + 9] == b"000000016")
 
 
@@ -158,7 +158,7 @@ _ANIMATION = encode(
 )
 _DEEP = np.linspace(0, 65535, 400).reshape(20, 20).astype(np.uint16)
 
-# (what, how, good samples that an epoch of the indexed reader uses in addition to the 30 of every case)
+# (fault, how it is made, good samples that an epoch of the indexed reader uses in addition to the 30 of every case)
 CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("no fault", named(), 0),
     ("truncated JPEG", image(_JPEG[:600]), 1),
@@ -225,7 +225,7 @@ class Outcome:
 
 
 def run_case(case: Callable[[Place], str], reader: str, folder: Path, tokenizer: Tokenizer) -> tuple[Outcome, bool]:
-    """(what happened in an epoch, whether anything was executed)."""
+    """Read an epoch; return its outcome, and whether any code of the data was executed."""
     for shard in range(3):
         members = [m for i in range(10 * shard, 10 * shard + 10) for m in pair_members(i)]
         write_tar(folder / "shards" / f"{shard}.tar", members)

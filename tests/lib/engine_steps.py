@@ -1,4 +1,4 @@
-"""Steps of an engine on the toy model, and those that one process computes in float64."""
+"""Steps of an engine on the toy model, and the reference steps of one process in float64."""
 
 import math
 
@@ -16,7 +16,7 @@ CLIP, DECAY = 0.5, 0.1
 START = math.log(90)
 
 
-CEILING = START - 0.05  # where the unclamped run (it falls by 0.03) does not come in the three steps
+CEILING = START - 0.05  # the unclamped run falls by 0.03 in the three steps and does not reach it
 
 
 def settings(preset: str, **changes) -> TrainConfig:
@@ -25,9 +25,9 @@ def settings(preset: str, **changes) -> TrainConfig:
 
 
 def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped=False, dropout=0.0, **changes):
-    """STEPS optimizer steps over this rank's share -> losses, norms, logit scales seen by the loss, whole weights.
+    """Run STEPS optimizer steps on this rank's share; return losses, norms, the loss's logit scales, full weights.
 
-    With an average of the weights, that is the last result, else the number of steps that DeepSpeed counted.
+    The last result is the weight average if there is one, else the number of steps that DeepSpeed counted.
     """
     from infcl.checkpoint.load import full_weights
     from infcl.loss.contrastive import ContrastiveLoss
@@ -80,7 +80,7 @@ def at_start():
 
 
 def steps_with_a_poisoned_one(rank, world_size, preset, precision):
-    """Steps on batches 0, 1, 2, of which a pixel of rank 1's second micro-batch of batch 1 is not a number."""
+    """Run steps on batches 0, 1, 2. A pixel in rank 1's second micro-batch of batch 1 is NaN."""
     from infcl.checkpoint.load import full_weights
     from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel

@@ -50,10 +50,10 @@ def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProce
 
 
 def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
-    """`launch`, or `alone`, without what starting costs: main() in the ranks of run_ranks, with what they all printed.
+    """Run main() in the ranks of run_ranks, and return their output: faster than `launch` or `alone`.
 
-    For what no launcher and no end of a process is needed. The process group is theirs and stays. As daemons they may
-    have no processes of their own: `--workers 0`.
+    For tests that need no launcher and no process exit. The ranks keep their process group. As daemons they cannot
+    start processes, so use `--workers 0`.
     """
     done = run_ranks(_main, ranks, arguments[1:], timeout=200)
     codes, printed, told = zip(*done)
@@ -66,23 +66,23 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, s
     with contextlib.ExitStack() as stack:
         out, err = stack.enter_context(mock.patch("sys.stdout", io.StringIO())), io.StringIO()
         stack.enter_context(mock.patch("sys.stderr", err))
-        stack.enter_context(mock.patch.object(logging.getLogger(), "handlers", []))  # main's would keep this stderr
+        stack.enter_context(mock.patch.object(logging.getLogger(), "handlers", []))  # else they keep this stderr
         stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))
         try:
             code = main(arguments)
         except SystemExit as end:
             code = int(end.code or 0)
-        except RuntimeError:  # as python ends on what main() raises once a run has begun; others are a test's failure
+        except RuntimeError:  # main() raises it during a run, and python exits with 1; other errors fail the test
             traceback.print_exc()
             code = 1
     return code, out.getvalue(), err.getvalue()
 
 
 def golden(steps: int = 20) -> list[float]:
-    """The losses of the demo's first steps, 64 pairs each."""
+    """Return the golden losses of the demo's first steps, 64 pairs each."""
     return json.loads((ROOT / "tests" / "golden" / "demo_20_steps.json").read_text())["loss"][:steps]
 
 
 def losses(logs: Path, name: str = "run") -> list[float]:
-    """Of the steps that the run's metrics have."""
+    """Return the losses in the run's metrics, by step."""
     return [record["loss"] for record in read_metrics(logs / name / "metrics.jsonl", "train")]

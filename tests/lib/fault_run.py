@@ -1,8 +1,8 @@
 """pretrain_clip.py with a planted fault: python tests/lib/fault_run.py RANK STEP PHASE SIGNAL [its flags].
 
 Rank RANK sends itself SIGNAL (a number; 0: kills its loader's first worker) when phase PHASE (data, encode, loss, ring,
-replay, step, save) of step STEP begins; `ring` is inside the loss, after the first block has been posted, and
-`save` inside a checkpoint, after this rank's own file.
+replay, step, save) of step STEP begins. `ring` is inside the loss, after the first block has been posted. `save` is
+inside a checkpoint, after this rank's own file.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
             self._thread.join()
         return False
 
-    checkpoint_writer.CheckpointWriter.busy = property(finish_writing)  # which checkpoint is the last does not race
+    checkpoint_writer.CheckpointWriter.busy = property(finish_writing)  # no race for the last checkpoint
     if read_environment()[0] != rank:
         return
     steps_done = {"count": 0}
@@ -36,7 +36,7 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
             os.kill(os.getpid(), number)
         else:
             multiprocessing.active_children()[0].kill()
-            time.sleep(60)  # until word of it comes
+            time.sleep(60)  # until the worker's death is reported
 
     plain_mark = metrics.PhaseTimer.mark
 
@@ -68,7 +68,7 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    # launchers put --local_rank first
+    # Launchers put --local_rank first.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     rank, step, phase, number = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
     assert number in {0, *signal.Signals}

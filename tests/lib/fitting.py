@@ -1,4 +1,4 @@
-"""The check at start of a run of ViT-L-14 on GPUs of a given memory."""
+"""The memory check at the start of a run of ViT-L-14, on GPUs with a given memory."""
 
 import dataclasses
 
@@ -24,5 +24,5 @@ def fit(*flags: str, gib: float, ranks: int = 8, stage: int = 1) -> Fit:
 
 
 def under(question: Fit, **changes) -> Fit:
-    """The same question of a run that is resolved otherwise."""
+    """Return the same question for a run with changed fields."""
     return dataclasses.replace(question, spec=dataclasses.replace(question.spec, **changes))

@@ -1,4 +1,4 @@
-"""FP16 presets on a CPU, where DeepSpeed refuses the type."""
+"""FP16 presets on a CPU, where DeepSpeed rejects the dtype."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from tests.lib.checkout import ROOT
 
 @contextlib.contextmanager
 def fp16_allowed():
-    """DeepSpeed refuses it on CPUs without fast arithmetic for it."""
+    """Allow FP16 on CPUs without fast FP16 arithmetic, where DeepSpeed rejects it."""
 
     from deepspeed.accelerator import get_accelerator
 
@@ -25,7 +25,7 @@ def fp16_allowed():
 
 
 def fp16_preset(folder, preset) -> str:
-    """A preset of ds_configs/ in fp16, with a loss scale under which these steps do not overflow."""
+    """Write a preset of ds_configs/ in FP16, with a loss scale that does not overflow in these steps."""
     sections = json.loads((ROOT / f"ds_configs/{preset}.json").read_text())
     sections["fp16"] = {"enabled": True, "initial_scale_power": 8}
     (folder / "p.json").write_text(json.dumps(sections))

@@ -1,4 +1,4 @@
-"""Steps on GPUs in which the host never waits for the device."""
+"""Steps on GPUs in which the host never waits for the GPU."""
 
 from unittest import mock
 
@@ -8,10 +8,12 @@ from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch
 
 
 def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
-    """Six steps on a micro-batch a rank; from the fifth on a wait of the host for the GPU is an error.
+    """Run six steps; from the fifth on, it is an error if the host waits for the GPU.
 
-    Waits for the whole device are not among those that torch's mode finds.
-    last_backward: whether that holds in the last backward too, behind which there is nothing left to issue.
+    torch's sync debug mode does not detect torch.cuda.synchronize, so it is patched.
+
+    Args:
+        last_backward: also forbid waits in the last backward, after which there is nothing left to launch.
     """
     from infcl.config import BatchPlan, TrainConfig
     from infcl.engine.engine import Engine
@@ -37,7 +39,7 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
 
     synchronize = torch.cuda.synchronize
     try:
-        for step in range(6):  # the first ones compile kernels and, on one GPU, record the loss as a graph
+        for step in range(6):  # the first steps compile kernels and, on one GPU, record the loss as a CUDA graph
             allow_waits(step < 4)
             grad_cache_step(
                 list(zip(images, texts)),

@@ -1,8 +1,8 @@
-"""GPUs for tests over several ranks: one each, or INFCL_RANKS_PER_GPU ranks on each.
+"""GPUs for tests over several ranks: one per rank, or INFCL_RANKS_PER_GPU ranks per GPU.
 
-Ranks that share a GPU show that what NCCL carries is right, not how fast: to NCCL each seems to be on a host of its own
-(NCCL_HOSTID), whose messages go over sockets, and the GPU serves one process after the other, or, under CUDA's MPS, all
-at once. Not there: memory that peers write into, which torch shares between GPUs only (`one_each`).
+Ranks that share a GPU can test that NCCL's results are correct, but not its speed. NCCL treats each rank as a separate
+host (NCCL_HOSTID) and sends messages over sockets. The GPU runs one process after another or, under CUDA's MPS, all at
+the same time. Memory that peers write into is not available: torch shares it only between GPUs (`one_each`).
 """
 
 import contextlib
@@ -21,12 +21,12 @@ one_each = pytest.mark.skipif(RANKS_PER_GPU > 1, reason="ranks that share a GPU 
 
 
 def num_ranks(most: int = 8) -> int:
-    """For how many ranks there is a GPU, or a part of one."""
+    """Return the number of ranks that the GPUs can run."""
     return min(torch.cuda.device_count() * RANKS_PER_GPU, most)
 
 
 def take(rank: int) -> torch.device:
-    """This process's GPU, from now on its current one. Before the process group is made."""
+    """Select this process's GPU and return it. Call it before the process group is made."""
     os.environ.update(_seems_alone(rank))
     device = torch.device("cuda", rank // RANKS_PER_GPU)
     torch.cuda.set_device(device)
@@ -34,7 +34,7 @@ def take(rank: int) -> torch.device:
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Environment of a rank of this host; ranks that share a GPU each seem to have a host of their own."""
+    """Return the environment of a rank on this node. Ranks that share a GPU appear as separate hosts."""
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     if RANKS_PER_GPU > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world_size)))).split(",")
@@ -47,9 +47,13 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run(
     arguments: list[str], world_size: int, port: int, *, seconds: float = 400, environ: dict | None = None, **options
 ) -> subprocess.CompletedProcess:
-    """A program on so many ranks that share GPUs, which no launcher would start: the first code that is not 0, all that
-    they said. As under a launcher, the others are ended after that one; after `seconds` all are, and what they said is
-    in the AssertionError.
+    """Run a program on `world_size` ranks that share GPUs, which no launcher supports.
+
+    As under a launcher, the first rank that fails ends the others. After `seconds`, all ranks are killed and an
+    AssertionError has their output.
+
+    Returns:
+        The first exit code that is not 0, and the output of all ranks.
     """
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(world_size)]
@@ -58,7 +62,7 @@ def run(
             told = os.environ | (environ or {}) | environment(rank, world_size, port)
             process = subprocess.Popen([sys.executable, *arguments], env=told, stdout=out, stderr=err, **options)
             stack.callback(process.wait)
-            stack.callback(process.kill)  # before it is waited for
+            stack.callback(process.kill)  # runs before process.wait
             ranks.append(process)
         deadline, code = time.monotonic() + seconds, None
         while code is None and time.monotonic() < deadline:

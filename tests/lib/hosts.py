@@ -1,17 +1,17 @@
-"""Hosts on one machine: `with Hosts(4, folder) as hosts:` gives worker-1 .. worker-4, each with an sshd of its own.
+"""Hosts on one machine: `with Hosts(4, folder) as hosts:` makes worker-1 .. worker-4, each with its own sshd.
 
 A host is a set of namespaces (network, PID, mount, host name) with one veth link to a bridge, its own address and host
-key. The bridge stands in a namespace without a route, so nothing is reachable from outside, and nothing in ~/.ssh or
-/etc of the machine is touched: `ip netns exec` lays /etc/netns/NAME over /etc. File systems are shared, as on a cluster
-with the same paths everywhere. Needs root, iproute2, util-linux and openssh-server; `missing()` says what is not there.
+key. The bridge is in a namespace without a route, so nothing is reachable from outside. Nothing in ~/.ssh or /etc of
+the machine changes: `ip netns exec` mounts /etc/netns/NAME over /etc. File systems are shared, as on a cluster with the
+same paths on all nodes. Needs root, iproute2, util-linux and openssh-server; `missing()` reports what is missing.
 
-    host.run([...])              on the host, in `cwd`        host.link("down")     its cable is pulled
-    host.processes("text")       its processes by command     host.shape("tbf rate ...") tc on what it sends
-    host.crash()                 every process of it is killed at once
-    hosts.restart(1)             the second host is there again, with sshd alone
-    host.delay(30, 5)            its cable takes 30 +- 5 ms, both ways
+    host.run([...])              run on the host, in `cwd`    host.link("down")     pull its cable
+    host.processes("text")       its processes by command     host.shape("tbf rate ...") apply tc to what it sends
+    host.crash()                 kill all its processes at once
+    hosts.restart(1)             start the second host again, with only sshd
+    host.delay(30, 5)            delay its cable by 30 +- 5 ms in both directions
 
-While hosts are there SIGTERM is a KeyboardInterrupt, so that they are taken down; it waits while they are.
+While hosts exist, SIGTERM raises KeyboardInterrupt, so that they are removed. It is deferred during the removal.
 """
 
 import functools
@@ -31,7 +31,7 @@ import psutil
 from tests.lib.waiting import wait_until
 
 NET, NET_6 = "10.203.77", "fd77:203"
-PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"  # of what runs on a host
+PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"  # PATH of commands on a host
 _sets = itertools.count()
 _SSHD_OPTIONS = (
     "StrictModes=no", "PermitRootLogin=prohibit-password", "PasswordAuthentication=no", "UsePAM=no", "MaxStartups=100",
@@ -41,7 +41,7 @@ _SSHD_OPTIONS = (
 
 @functools.cache
 def missing() -> str | None:
-    """Why this machine cannot make hosts; None where it can. Not by `Hosts`, whose errors must show."""
+    """Return why this machine cannot make hosts, or None. Does not try `Hosts`, whose errors must not be hidden."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
     programs = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd", "pdsh")
@@ -69,8 +69,8 @@ class Host:
         self.hosts, self.name = hosts, f"worker-{number}"
         self.address = f"{NET_6}:77::{number}" if hosts.ipv6 else f"{NET}.{number}"
         self.namespace, self.port = f"{hosts.prefix}h{number}", f"p{number}"
-        self.process: subprocess.Popen | None = None  # before `start`
-        self.cable: subprocess.Popen | None = None  # a slow one's
+        self.process: subprocess.Popen | None = None  # None before `start`
+        self.cable: subprocess.Popen | None = None  # process of a slow cable
 
     def start(self) -> None:
         folder = self.hosts.folder
@@ -91,10 +91,10 @@ class Host:
         )
 
     def command(self, arguments: list, cwd=None) -> list[str]:
-        """`arguments` as a command line that runs on this host."""
+        """Return the command line that runs `arguments` on this host."""
         assert self.process is not None, f"{self.name} was not started"
         started = psutil.Process(self.process.pid)
-        wait_until(started.children, 20, f"{self.name} was not started")  # it may just have been
+        wait_until(started.children, 20, f"{self.name} was not started")  # it may have started just now
         inside = str(started.children()[0].pid)
         enter = ["nsenter", "-t", inside, "--net", "--uts", "--pid", "--mount", f"--wd={cwd or Path.cwd()}"]
         return [*enter, "--", *map(str, arguments)]
@@ -103,7 +103,7 @@ class Host:
         return subprocess.run(self.command(arguments, cwd), capture_output=True, text=True, **options)
 
     def processes(self, text: str = "") -> list[psutil.Process]:
-        """The host's living processes whose command line holds `text`, sshd and its sessions left out."""
+        """Return the host's live processes with `text` in the command line, except sshd and its sessions."""
         if self.process is None or not self.is_up:
             return []
         found = []
@@ -124,8 +124,8 @@ class Host:
         _run("ip", "-n", self.hosts.bridge, "link", "set", self.port, state)
 
     def delay(self, milliseconds: float, jitter: float = 0.0) -> None:
-        """Another cable to the bridge, once: eth0 is new. By slow_cable.py: tc's netem is not in every kernel."""
-        known = self.run(["cat", "/sys/class/net/eth0/address"]).stdout.strip()  # to its neighbours
+        """Replace the cable to the bridge and eth0, once. Uses slow_cable.py: not every kernel has tc's netem."""
+        known = self.run(["cat", "/sys/class/net/eth0/address"]).stdout.strip()  # its neighbours know the address
         _run("ip", "-n", self.namespace, "link", "del", "eth0")
         ends = (self.namespace, "eth0", self.hosts.bridge, self.port)
         program = [sys.executable, Path(__file__).with_name("slow_cable.py"), *ends, milliseconds, jitter]
@@ -135,7 +135,7 @@ class Host:
         self.hosts._plug_in(self, "eth0", self.port)
 
     def shape(self, discipline: str, *, device: str = "eth0") -> None:
-        """RuntimeError where the kernel has not the queueing discipline."""
+        """Apply a queueing discipline of tc; raise RuntimeError if the kernel does not have it."""
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", device, "root", *discipline.split())
 
     def crash(self) -> None:
@@ -145,10 +145,12 @@ class Host:
 
 
 class Hosts:
-    """`count` hosts with `slots` each; files (keys, hostfile) in `folder`, or a temporary one.
+    """`count` hosts with `slots` each.
 
-    nics: more than one gives every host eth0, eth1, ..., each in a network of its own (10.203.77.0, 10.203.78.0, ...).
-    ipv6: the hosts have no IPv4 address outside of the loopback.
+    Args:
+        folder: for files (keys, hostfile); default: a temporary folder.
+        nics: more than one gives every host eth0, eth1, ..., each in its own network (10.203.77.0, 10.203.78.0, ...).
+        ipv6: hosts have no IPv4 address except the loopback.
     """
 
     def __init__(self, count: int, *, slots: int = 1, nics: int = 1, ipv6: bool = False, folder: Path | None = None):
@@ -157,7 +159,7 @@ class Hosts:
         self.prefix = f"infcl{os.getpid()}s{next(_sets)}"
         self.bridge = f"{self.prefix}br"
         self.slots, self.nics, self.ipv6 = slots, nics, ipv6
-        self.on_sigterm: Any = None  # what it did before
+        self.on_sigterm: Any = None  # the previous handler
         self.all = [Host(self, number) for number in range(1, count + 1)]
 
     def __getitem__(self, index: int) -> Host:
@@ -172,7 +174,7 @@ class Hosts:
             if threading.current_thread() is threading.main_thread():
                 self.on_sigterm = signal.signal(signal.SIGTERM, _interrupt)
             self._make()
-        except BaseException:  # namespaces would stay behind
+        except BaseException:  # otherwise namespaces would remain
             self.__exit__()
             raise
         return self
@@ -205,7 +207,7 @@ class Hosts:
             self._wait_for(host)
 
     def _connect(self, host: Host, number: int) -> None:
-        """A cable from the host's eth`number` to the bridge."""
+        """Connect the host's eth`number` to the bridge."""
         device, port = f"eth{number}", host.port if number == 0 else f"{host.port}n{number}"
         _run(*f"ip link add {device} netns {host.namespace} type veth peer name {port} netns {self.bridge}".split())
         self._plug_in(host, device, port, number)

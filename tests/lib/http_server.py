@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 class Behaviour:
-    """What the server does; tests change it while it runs.
+    """Behaviour of the server; tests change it while it runs.
 
-    ranges: honour Range. fail: this many next requests answer 503. stall: send nothing more after this many bytes of a
-    body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: send every
-    request for /x to /moved/x first. trickle: after this many bytes of a body, a byte every 0.1 s.
-    drip: send a byte of a header every 0.1 s, for ever. drip_chunk: the same in the length of the body's first chunk.
-    shift: send so many bytes later than asked. tells_size: answers for ranges tell the file's size.
+    ranges: support Range. fail: number of next requests to answer with 503. stall: send nothing more after this many
+    bytes of a body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: redirect
+    requests for /x to /moved/x. trickle: after this many bytes of a body, send one byte every 0.1 s. drip: send one
+    byte of a header every 0.1 s, for ever. drip_chunk: the same in the length of the body's first chunk. shift: start
+    this many bytes after the requested offset. tells_size: answers to Range requests have the file's size.
     """
 
     def __init__(self):
@@ -28,7 +28,7 @@ class Behaviour:
 
 @contextmanager
 def serving(folder: Path):
-    """(base url, Behaviour) of a server for the files of a folder; it and its threads end with the block."""
+    """Yield the base URL and the Behaviour of a server for the files of a folder. It stops with the block."""
     behaviour = Behaviour()
 
     class Handler(BaseHTTPRequestHandler):
@@ -71,12 +71,12 @@ def serving(folder: Path):
             while behaviour.trickle is not None and not behaviour.released.wait(0.1):
                 try:
                     self.wfile.write(data[limit : limit + 1])
-                except OSError:  # the client has had enough
+                except OSError:  # the client closed the connection
                     break
             self.close_connection = True
 
         def _drip(self, head: bytes, byte: bytes):
-            with suppress(OSError):  # the client has had enough
+            with suppress(OSError):  # the client closed the connection
                 self.wfile.write(head)
                 while not behaviour.released.wait(0.1):
                     self.wfile.write(byte)

@@ -1,4 +1,4 @@
-"""InfoNCE of the ring and of a dense float64 computation, over cases of odd sizes."""
+"""InfoNCE by the ring and by a dense float64 reference, for cases of odd sizes."""
 
 import torch
 import torch.distributed as dist

@@ -1,9 +1,9 @@
-"""Runs of two ranks, to be killed, that start within a second: kill_run.py deepspeed.launcher.launch
+"""Start runs of two ranks, which tests kill, within a second: kill_run.py deepspeed.launcher.launch
 
-Imports once. For each line of JSON, {"arguments", "port", "folder"}, it forks a launcher in a session of its own and
-prints its process id. The launcher forks the ranks: pretrain_clip.py with the arguments, its output in FOLDER/log. As
-DeepSpeed's, it ends the other rank when one fails; ranks notice its death, since they look for a parent of that name.
-After each step a rank appends [step, ids of its samples] to FOLDER/ids.RANK.
+Imports once. For each line of JSON, {"arguments", "port", "folder"}, it forks a launcher in a new session and prints
+its process id. The launcher forks the ranks: pretrain_clip.py with the arguments and its output in FOLDER/log. Like
+DeepSpeed's launcher, it stops the other rank when one fails. Ranks notice its death, because they look for a parent of
+that name. After each step a rank appends [step, ids of its samples] to FOLDER/ids.RANK.
 """
 
 import json
@@ -61,7 +61,7 @@ def launcher_process(arguments: list[str], port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for launchers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: launchers are not waited for
     for line in sys.stdin:
         order = json.loads(line)
         if os.fork() == 0:

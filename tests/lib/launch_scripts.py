@@ -1,4 +1,4 @@
-"""The scripts of launch/, started with stand-ins for the programs that they call."""
+"""Run the scripts of launch/ with stubs for the programs that they call."""
 
 import shutil
 import subprocess
@@ -7,8 +7,10 @@ from tests.lib.checkout import ROOT
 
 
 def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None, **environment: str):
-    """launch/SCRIPT with `programs` (name: shell script) before the PATH, in an empty copy of the repository; started
-    there, or in the folder `where`."""
+    """Run launch/SCRIPT in an empty copy of the repository, or in the folder `where`.
+
+    `programs` ({name: shell script}) come first in the PATH.
+    """
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir(exist_ok=True)
     for name, text in programs.items():

@@ -1,6 +1,6 @@
-"""What the losses must equal: single-process float64, written from the formulas, differentiated by autograd.
+"""Reference losses: single-process float64, written from the formulas, differentiated by autograd.
 
-Also the features that tests use, and how each rank's share of a global batch is evaluated.
+Also the features of tests, and the evaluation of a loss on each rank's share of a global batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Evaluation(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A global batch of `rows` pairs: which loss, which features."""
+    """A loss and the features of a global batch of `rows` pairs."""
 
     name: str
     rows: int
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 def features(
     kind: str, rows: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Image and text features [rows, dim]; those of `dtype` are exact inputs of the oracle too."""
+    """Return image and text features [rows, dim], rounded to `dtype`, also for the reference."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(n):
@@ -51,16 +51,16 @@ def features(
         texts = images.clone()
     elif kind == "equal":  # all rows and columns are one vector
         images = texts = draw(1).expand(rows, dim)
-    elif kind == "apart":  # separated pairs: at 256 features and a scale of 100 a loss of some 1e-8
+    elif kind == "apart":  # separated pairs: with 256 features and a scale of 100, a loss of about 1e-8
         texts = F.normalize(0.4 * images + 0.9 * texts, dim=1)
-    elif kind == "training":  # as in the middle of a training: at 768 features and a scale of 100 a loss of about 2
+    elif kind == "training":  # as in mid-training: with 768 features and a scale of 100, a loss of about 2
         texts = F.normalize(0.14 * images + texts, dim=1)
     elif kind == "near":  # near-duplicates
         images = texts = draw(1) + 1e-4 * draw(rows)
-    elif kind == "zero":  # some rows and columns vanish
+    elif kind == "zero":  # some rows and columns are zero
         images, texts = images.clone(), texts.clone()
         images[::3], texts[1::4] = 0, 0
-    elif kind == "opposite":  # all logits of some rows far below the others'
+    elif kind == "opposite":  # all logits of some rows are far below the others
         texts = F.normalize(draw(1) + 0.01 * draw(rows), dim=1)
         images = texts * torch.where(torch.arange(rows) % 3 == 0, -1.0, 1.0).double()[:, None]
     elif kind == "long":  # far from normalised
@@ -69,7 +69,7 @@ def features(
 
 
 def oracle(case: Case, rounded: Callable[[Tensor], Tensor] = torch.clone) -> Evaluation:
-    """rounded: what is done to the features first, as by a tile whose operands have fewer bits."""
+    """Evaluate the reference. `rounded` is applied to the features first, as a tile with lower precision does."""
     images, texts = (rounded(side) for side in features(case.kind, case.rows, case.dim, case.dtype))
     images, texts = images.double().requires_grad_(), texts.double().requires_grad_()
     scale = torch.tensor(case.scale, dtype=torch.float64, requires_grad=True)
@@ -86,7 +86,7 @@ def oracle(case: Case, rounded: Callable[[Tensor], Tensor] = torch.clone) -> Eva
 
 
 def evaluate(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu", **options) -> Evaluation:
-    """The loss under test on this rank's rows of the case's global batch."""
+    """Evaluate the loss under test on this rank's rows of the case's global batch."""
     rows = case.rows // world_size
     mine = slice(rank * rows, (rank + 1) * rows)
     images, texts = (f[mine].to(device).requires_grad_() for f in features(case.kind, case.rows, case.dim, case.dtype))
@@ -105,7 +105,7 @@ def evaluate_on_rank(rank: int, world_size: int, cases: list[Case], options: dic
 
 
 def means_over_ranks(per_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """What data parallelism makes of the ranks' results: their mean; a feature's row lives on one rank only."""
+    """Average the ranks' results as data parallelism does. Each row of features is on one rank only."""
     return [
         torch.stack(values).mean() if values[0].ndim == 0 else torch.cat(values) / len(values)
         for values in zip(*per_rank)
@@ -117,5 +117,5 @@ def averaged(per_rank: Sequence[Evaluation]) -> Evaluation:
 
 
 def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """||value - truth|| / max(||truth||, floor)"""
+    """Return ||value - truth|| / max(||truth||, floor)."""
     return float((value.double() - truth).norm() / truth.norm().clamp(min=max(floor, 1e-300)))

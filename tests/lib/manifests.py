@@ -1,4 +1,4 @@
-"""Manifests of checkpoints as format 2 had them, which are still read, and the trainer's state in them."""
+"""Checkpoint manifests of format 2, which can still be read, and the trainer's state in them."""
 
 
 def trainer_state_of(step: int) -> dict:
@@ -12,7 +12,7 @@ def trainer_state_of(step: int) -> dict:
 
 
 def manifest_of(step: int, files: dict[str, dict]) -> dict:
-    """files: {name: {"bytes": size, "sha256": hex}}."""
+    """Return a manifest for files {name: {"bytes": size, "sha256": hex}}."""
     counted = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "optimizer_step")
     return {
         "format": 2,

@@ -1,7 +1,7 @@
 """Losses of CASES on many gloo ranks: python tests/lib/many_ranks.py WORLD_SIZE FOLDER CASES.
 
-One process imports torch and forks the ranks, as starting a process for each takes seconds. CASES is a
-pickle of [(Case, options), ...]; FOLDER/RANK.pt holds rank RANK's evaluations.
+One process imports torch and forks the ranks, because starting each as a new process takes seconds. CASES is a pickle
+of [(Case, options), ...]. Rank RANK writes its evaluations to FOLDER/RANK.pt.
 """
 
 import os
@@ -33,8 +33,7 @@ def main(world_size: int, folder: Path, cases: list) -> int:
 
 
 def fork_ranks(count: int, run: Callable[[int], None]) -> int:
-    """run(0) to run(count - 1), for many ranks on CPUs: forked from this process, which has imported torch -> the
-    largest exit code."""
+    """Run run(0) to run(count - 1) in forks of this process, which has imported torch; return the largest exit code."""
     torch.set_num_threads(1)
     children = []
     for rank in range(count):

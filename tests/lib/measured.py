@@ -1,4 +1,4 @@
-"""What the planner says of the measured rows in docs/results; `python -m tests.lib.measured` writes plan_errors.csv."""
+"""Compare the plan with the measured rows in docs/results: `python -m tests.lib.measured` writes plan_errors.csv."""
 
 import csv
 import dataclasses
@@ -24,15 +24,15 @@ from tests.lib.checkout import ROOT
 
 RESULTS = ROOT / "docs" / "results"
 GIB = 2**30
-SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, set by these rows
-EACH_PASS = ("a1532d8", "42cacc8")  # commits of step_hosts.csv before what fits was gathered once a step
-# (ZeRO, commit, precision) of code that was replaced: ZeRO-3 gathered every block three times; ZeRO-1 took its norm
-# tensor by tensor, which shows in steps of one micro-batch.
+SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, fitted to these rows
+EACH_PASS = ("a1532d8", "42cacc8")  # commits of step_hosts.csv before parameters that fit were gathered once per step
+# (ZeRO, commit, precision) of replaced code: ZeRO-3 gathered every block three times; ZeRO-1 computed its norm tensor
+# by tensor, which slows steps of one micro-batch.
 OUTDATED = (("3", "188be76", "bf16"), ("1", "4fe3df6", "amp_bf16"))
-# Commits at which autocast's steps had a bucket more, for the convolution's gradient; the first rows name none.
+# Commits at which autocast's steps had one more bucket, for the convolution's gradient. The oldest rows have no commit.
 CONVOLUTION_APART = "0c83720 1de2850 38ac390 6591412 68ce065 6b83d03 7f09647 96af64e d7c9bff fe8de0c".split()
-OVERLAPPED = ("0c83720", "88dc65e")  # where stages 1 and 2 reduced with DeepSpeed's buckets, during the backward
-# Where the first addition to travelling gradients had memory of its own.
+OVERLAPPED = ("0c83720", "88dc65e")  # commits at which stages 1 and 2 reduced DeepSpeed's buckets during the backward
+# Commits at which the first addition to the gradients in the ring had separate memory.
 FIRST_PART_APART = "0c83720 61184ba 7f09647 88dc65e c57863d".split()
 
 
@@ -40,7 +40,7 @@ PRESET = '{"overlap_comm": false, "reduce_bucket_size": 100000000}'
 
 
 def reductions(row: dict) -> dict:
-    """{"overlap_comm", "reduce_bucket_size"} of a Setting whose planned buckets are those of the row's code."""
+    """Return "overlap_comm" and "reduce_bucket_size" for a Setting with the buckets that the row's commit used."""
     commit, options = str(row.get("commit") or "")[:7], json.loads(row.get("zero_options") or "{}")
     bucket = row.get("reduce_bucket_size") or options.get("reduce_bucket_size", BUCKET)
     stage = int(str(row.get("zero", row.get("zero_stage", 1)))[0])
@@ -54,12 +54,12 @@ def reductions(row: dict) -> dict:
 
 
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:
-    """The setting of a row of benchmarks.step."""
+    """Return the setting of a row of benchmarks.step."""
     gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
     label, share = row.get("label", ""), float(row.get("text_share") or 1)
     dropout = re.search(r"force-patch-dropout ([\d.]+)", label)
     model = with_overrides(load_model_config(row["model"]), patch_dropout=float(dropout[1]) if dropout else None)
-    tokens = round(share * model.text_cfg.context_length)  # above the context length, too: rows have places left
+    tokens = round(share * model.text_cfg.context_length)  # may exceed the context length: rows have free positions
     return Setting(
         **captions_of(model, None if share == 1 else tokens),
         **reductions(row),
@@ -75,12 +75,12 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
         resident=int(row["resident"]),
         precision=row.get("precision") or "amp_bf16",
         pixels="device" if "pixel-cache gpu" in label else "host",
-        attention="auto" if row.get("attention") == "triton" else "torch",  # older files do not say
+        attention="auto" if row.get("attention") == "triton" else "torch",  # older files lack the column
     )
 
 
 def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
-    """[{"row", "samples_per_second", "speed_error", "peak_gib", "memory_error"}]: the plan, and its errors."""
+    """Return [{"row", "samples_per_second", "speed_error", "peak_gib", "memory_error"}]: the plans and their errors."""
     compared = []
     for row in rows:
         setting = setting_of_row(row, gpu)
@@ -99,7 +99,7 @@ def stored(name: str) -> list[dict]:
 
 
 def steps() -> list[dict]:
-    """Rows of benchmarks.step without those of replaced code and those that were not warmed up."""
+    """Return rows of benchmarks.step, except those of replaced code and those without warm-up."""
     files = [RESULTS / "step.csv", *sorted(RESULTS.glob("plan_steps*.csv"))]
     return [
         row
@@ -107,12 +107,12 @@ def steps() -> list[dict]:
         for row in stored(path.name)
         if (row["zero"], row.get("commit"), row.get("precision")) not in OUTDATED
         and "not kept" not in row["label"]
-        and "warm-up-steps 0" not in row["label"]  # compiling is in the times of those
+        and "warm-up-steps 0" not in row["label"]  # their times include compiling
     ]
 
 
 def h100() -> Gpu:
-    """The shipped profile, with the measured speed of the H100 machine's host."""
+    """Return the shipped profile with the measured CPU speed of the H100 machine."""
     return dataclasses.replace(load_gpu("h100"), host_factor=load_gpu(str(RESULTS / "h100_measured.json")).host_factor)
 
 
@@ -121,12 +121,12 @@ def slow_host() -> Gpu:
 
 
 def losses() -> list[dict]:
-    """The loss alone with BF16 features, as measured last, by GPUs and batch."""
+    """Return the newest rows of the loss alone with BF16 features, by number of GPUs and batch."""
     return latest(where(measured_losses(), impl="inf_cl", dtype="bfloat16"), "gpus", "global_batch", "dim")
 
 
 def planned_loss(gpus: int, samples: int, dim: int) -> float:
-    """ms of the loss and its ring on H200s of one node."""
+    """Return the planned ms of the loss and its ring on H200s of one node."""
     model = dataclasses.replace(load_model_config("ViT-L-14"), embed_dim=dim)
     setting = Setting(
         model=model, gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=gpus, global_batch=samples, micro_batch=128
@@ -135,7 +135,7 @@ def planned_loss(gpus: int, samples: int, dim: int) -> float:
 
 
 def planned_for_trial(row: dict) -> float:
-    """GiB of a trial of benchmarks.largest_batch."""
+    """Return the planned GiB of a trial of benchmarks.largest_batch."""
     names = ("model", "gpus", "pixels", "micro_batch", "loss", "precision")
     setting = {name: row[name] for name in names} | {"checkpointing": bool(row["checkpointing"])}
     if row["commit"][:7] in OVERLAPPED or row["commit"][:7] in CONVOLUTION_APART:
@@ -146,8 +146,8 @@ def planned_for_trial(row: dict) -> float:
 
 
 def planned_at_start(row: dict) -> float:
-    """GiB that the check at start plans for the flags of a row of benchmarks.step on one GPU, with its buckets."""
-    config, preset = setting_of(row["label"].replace("pixel-cache gpu", "pixel-cache-gb gpu"))  # as it is called today
+    """Return the GiB that the check at start plans for a row of benchmarks.step on one GPU, with the row's buckets."""
+    config, preset = setting_of(row["label"].replace("pixel-cache gpu", "pixel-cache-gb gpu"))  # its present name
     buckets = {"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(row["zero_options"] or "{}")
     preset["zero_optimization"] |= buckets
     _, cfg = build_tokenizer_and_model_config(config)
@@ -157,7 +157,7 @@ def planned_at_start(row: dict) -> float:
 
 
 def model_config(name: str) -> CLIPConfig:
-    """The towers of tensor_parallel.csv: bigG with 16 text heads, 5 B parameters, or a model of infcl."""
+    """Return the towers of tensor_parallel.csv: bigG with 16 text heads, 5 B parameters, or a model of infcl."""
     if name == "bigG":
         cfg = load_model_config("ViT-bigG-14")
         return dataclasses.replace(cfg, text_cfg=dataclasses.replace(cfg.text_cfg, heads=16))
@@ -172,8 +172,9 @@ def model_config(name: str) -> CLIPConfig:
 
 
 def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
-    """Rows of tensor_parallel.csv and their settings, without those of 96af64e with T above 1: their sums and
-    rows were sent in other ways.
+    """Return rows of tensor_parallel.csv and their settings.
+
+    Rows of 96af64e with T > 1 are skipped: that commit communicated in another way.
     """
     return [
         (row, Setting(
@@ -191,7 +192,7 @@ def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
 
 
 def errors() -> list[dict]:
-    """[{"kind", "planned", "measured"}] of all that the docs' table of errors counts."""
+    """Return rows of "kind", "planned" and "measured" for the docs' table of errors."""
     found: list[tuple[str, float, float]] = []
     files = {
         "steps on H200s": (steps(), load_gpu("h200")),

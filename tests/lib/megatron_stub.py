@@ -1,4 +1,4 @@
-"""A stand-in for the training package of Megatron-LM."""
+"""A stub of Megatron-LM's training package."""
 
 import sys
 import types

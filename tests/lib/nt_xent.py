@@ -1,4 +1,4 @@
-"""NT-Xent of the ring and of a dense float64 computation, over cases of odd sizes."""
+"""NT-Xent by the ring and by a dense float64 reference, for cases of odd sizes."""
 
 import math
 

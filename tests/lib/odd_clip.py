@@ -1,4 +1,4 @@
-"""A model of odd sizes for the reduction of gradients under ZeRO-3."""
+"""A model of odd sizes for tests of the gradient reduction under ZeRO-3."""
 
 import json
 
@@ -8,7 +8,7 @@ MICRO_BATCHES, BUCKET = 3, 4000
 
 
 def odd_clip():
-    """Towers of three blocks; widths and tokens that no number of ranks divides, parameters larger than a bucket."""
+    """Make towers of three blocks, with sizes that no number of ranks divides and parameters larger than a bucket."""
     from infcl.models.clip import CLIP
     from infcl.models.config import CLIPConfig, TextConfig, VisionConfig
 

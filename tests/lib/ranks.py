@@ -1,16 +1,18 @@
 """Run a function on W gloo ranks: `run_ranks(function, world_size, *args, **kwargs)` -> results of ranks 0 to W-1.
 
-The processes of a world size are started once for a file of tests and reused in it, forked from one that has imported
-all they need (preload.py: importing costs each rank seconds of a core, a call milliseconds). `end_ranks`, at the end of
-each file (conftest.py), ends them: every group that a test made leaves threads behind that wake a hundred times a
-second, and a hundred processes of them took a third of two cores. A function takes (rank, world_size,
-*args), must be importable (module level), and may use torch.distributed's WORLD group. An exception on any rank is
-raised here with its traceback; a hang ends after `timeout` seconds. In both cases the processes of that world size are
-thrown away, since their collectives may be out of step.
-Forked ranks share the seed of Python's hashes, which launched ones do not: a result that depends on the order of a set
-differs between ranks under a launcher only. Python's and numpy's random states are new on each rank with each call,
-torch's is the same on all with each call.
-Plain pickle carries arguments and results (not torch's shared-memory reductions, which outlive a killed process).
+The processes of a world size are started once per test file and reused in it. They are forked from a process that has
+imported everything (preload.py), because imports cost each rank seconds of CPU time and a call milliseconds.
+`end_ranks` ends them after each file (conftest.py): every process group of a test leaves threads that wake a hundred
+times per second, and a hundred such processes took a third of two cores.
+
+A function takes (rank, world_size, *args), must be importable (module level), and may use torch.distributed's WORLD
+group. An exception on any rank is raised here with its traceback; a hang ends after `timeout` seconds. In both cases
+the processes of that world size are killed, because their collectives may be out of step.
+
+Forked ranks share Python's hash seed, launched ones do not: a result that depends on the order of a set differs between
+ranks only under a launcher. In each call, Python's and numpy's random states are new on each rank, and torch's is the
+same on all ranks.
+Arguments and results use plain pickle, not torch's shared-memory reductions, which outlive a killed process.
 """
 
 import atexit
@@ -26,7 +28,7 @@ import torch.multiprocessing as mp
 _pools: dict[int, "_Pool"] = {}
 
 
-STARTING = 240.0  # seconds for what the first call on so many ranks waits for in addition to its own timeout: imports
+STARTING = 240.0  # seconds for the start and imports of the ranks, in addition to the timeout of the first call
 
 
 def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs) -> list:
@@ -36,7 +38,7 @@ def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs
 
 
 def refused(function, *args, **kwargs) -> str | None:
-    """For a rank: what the ValueError says that function(*args, **kwargs) raises; None where it raises none."""
+    """Return the message of the ValueError that function(*args, **kwargs) raises on a rank, or None."""
     try:
         function(*args, **kwargs)
     except ValueError as error:
@@ -76,7 +78,7 @@ class _Pool:
                 if kind == "error":
                     raise RuntimeError(f"rank {rank} of {self.world_size} failed:\n{value}")
                 results.append(value)
-        except BaseException:  # KeyboardInterrupt and pytest's time-out too: the ranks are in an unknown state
+        except BaseException:  # also KeyboardInterrupt and pytest's timeout: the state of the ranks is unknown
             self.close()
             raise
         return results
@@ -110,7 +112,7 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
             function, args, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        # as in a process of its own, whatever the test before has seeded or drawn
+        # as in a new process, independent of the previous test
         numpy.random.seed(), random.seed(), torch.manual_seed(0)
         try:
             answer = pickle.dumps(("result", function(rank, world_size, *args, **kwargs)))
@@ -120,9 +122,9 @@ def _serve(rank: int, world_size: int, port: int, pipe) -> None:
 
 
 def free_port() -> int:
-    """Not one of those that the system gives to connections: it could be taken again before it is listened on."""
+    """Return a free port outside the system's range for outgoing connections, which could take it again."""
     while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)  # not what a test has seeded: suites run side by side
+        port = random.SystemRandom().randrange(10_000, 30_000)  # ignores seeds of tests: suites run in parallel
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
@@ -132,7 +134,7 @@ def free_port() -> int:
 def end_ranks() -> None:
     for pool in _pools.values():
         for pipe in pool.pipes:
-            pipe.close()  # a rank that waits for work ends, and what it covered is written
+            pipe.close()  # a waiting rank exits and writes its coverage
     for pool in list(_pools.values()):
         for process in pool.processes:
             process.join(5)

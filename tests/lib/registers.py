@@ -1,7 +1,7 @@
-"""Registers, stack and shared memory of the Triton kernels, compiled for a GPU that need not be there.
+"""Registers, stack and shared memory of the Triton kernels, compiled for a GPU that need not be present.
 
-A stack is what did not fit into 255 registers: it is written to memory and read again in every tile. The kernels are
-compiled as the launches in infcl/kernels do for D = 768, and for attention with 16 heads of 64.
+The stack has the values that do not fit into 255 registers; every tile writes them to memory and reads them again. The
+kernels are compiled as infcl/kernels launches them for D = 768, and for attention with 16 heads of 64.
 """
 
 import re
@@ -24,7 +24,12 @@ _HOPPER = GPUTarget("cuda", 90, 32)
 def compiled_forward(
     *, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False, kinds: int = 0, positive: bool = False
 ) -> CompiledKernel:
-    """The forward tile for operands of this size in bytes (2: bf16, 4: float32); edge: columns that fill no block."""
+    """Compile the forward tile.
+
+    Args:
+        itemsize: bytes per operand (2: BF16, 4: FP32).
+        edge: the columns do not fill the last block.
+    """
     constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "GROUPED": kinds, "POSITIVE": positive}
     return _compiled(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[itemsize], itemsize, constants)
 
@@ -39,7 +44,12 @@ def compiled_backward(
     kinds: int = 0,
     positive: bool = False,
 ) -> CompiledKernel:
-    """The kernel that forms dS; single: with one exponential for both directions; kinds of ids, if positive ones."""
+    """Compile the kernel that computes dS.
+
+    Args:
+        single: one exponential for both directions.
+        kinds: kinds of ids, if `positive`.
+    """
     constants: dict[str, bool | float] = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "SINGLE": single}
     constants |= {
         "SHARED": itemsize == 2,
@@ -53,7 +63,7 @@ def compiled_backward(
 
 
 def _compiled(kernel, launch: dict, itemsize: int, constants: dict) -> CompiledKernel:
-    """Every argument's type by its name: descriptors of blocks, pointers to float32, int32 sizes."""
+    """Compile a kernel with argument types by name: block descriptors, pointers to float32, int32 sizes."""
     options = {name: launch[name] for name in _OPTIONS}
     constants = constants | {name: value for name, value in launch.items() if name not in _OPTIONS}
     constants |= {"DIM": 768, "PRECISION": "ieee"}
@@ -77,7 +87,7 @@ def _compiled(kernel, launch: dict, itemsize: int, constants: dict) -> CompiledK
 
 
 def compiled_attention(tokens: int, *, packed: bool = False) -> dict[str, CompiledKernel]:
-    """{"forward", "backward"} of whole sequences of bf16, or of packed captions of up to so many tokens."""
+    """Compile attention's "forward" and "backward" for BF16 sequences, or packed captions of up to `tokens` tokens."""
     if tokens > triton_attention.LONGEST:
         kernels = triton_attention_blocks._forward, triton_attention_blocks._backward
         constants: dict[str, int | None] = {
@@ -108,7 +118,7 @@ def compiled_attention(tokens: int, *, packed: bool = False) -> dict[str, Compil
 
 
 def usage(kernel: CompiledKernel) -> dict[str, int]:
-    """{"registers", "stack", "shared"} of a thread, a thread, and a block; the first two as cuobjdump tells them."""
+    """Return "registers" and "stack" (per thread, from cuobjdump) and "shared" (per block)."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])

@@ -22,20 +22,20 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], format: int = tarfil
 
 
 def picture(seed: int, height: int = 20, width: int = 24) -> np.ndarray:
-    """Smooth random RGB, uint8 [height, width, 3]."""
+    """Return a smooth random RGB image, uint8 [height, width, 3]."""
     small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return np.array(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def encode(image, format: str = "PNG", **options) -> bytes:
-    """Bytes of an array or a Pillow image."""
+    """Encode an array or a Pillow image."""
     file = io.BytesIO()
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, format, **options)
     return file.getvalue()
 
 
 def pair_members(number: int, *, key: str | None = None) -> list[tuple[str, bytes]]:
-    """jpg or png, json and txt of one good sample, in img2dataset's order."""
+    """Return the members jpg or png, json and txt of a good sample, in img2dataset's order."""
     key = key or f"{number:09d}"
     image = ("png", encode(picture(number))) if number % 2 else ("jpg", encode(picture(number), "JPEG", quality=95))
     metadata = json.dumps({"key": key, "caption": f"from json {number}", "number": number}).encode()
@@ -44,7 +44,7 @@ def pair_members(number: int, *, key: str | None = None) -> list[tuple[str, byte
 
 
 def write_shards(folder: Path, sizes: list[int]) -> str:
-    """Tars of good samples, numbered through; returns the folder as a url."""
+    """Write tars of good samples, numbered consecutively; return the folder as a URL."""
     number = 0
     for shard, size in enumerate(sizes):
         members = [member for i in range(size) for member in pair_members(number + i)]
@@ -54,7 +54,7 @@ def write_shards(folder: Path, sizes: list[int]) -> str:
 
 
 class Payload:
-    """Unpickling one of these writes a file: a decoder that unpickles members is found out."""
+    """An object that writes a file when it is unpickled, which exposes decoders that unpickle members."""
 
     def __init__(self, file: Path):
         self.file = str(file)
@@ -64,7 +64,7 @@ class Payload:
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A PNG whose header promises width x height pixels."""
+    """Return a PNG whose header claims width x height pixels."""
 
     def part(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

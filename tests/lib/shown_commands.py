@@ -1,7 +1,7 @@
-"""The commands and the python blocks that the documentation shows.
+"""Commands and Python blocks in the documentation.
 
-Commands are indented and fenced lines and `inline` code that begin with one of PROGRAMS, in README.md,
-CONTRIBUTING.md, pages below docs/ and ds_configs/README.md, and the lines "command" in the heads of launch/*.
+Commands are indented lines, fenced lines and `inline` code that begin with one of PROGRAMS, in README.md,
+CONTRIBUTING.md, docs/ and ds_configs/README.md, and the command lines at the top of launch/*.
 """
 
 import re
@@ -25,7 +25,7 @@ def documents() -> list[Path]:
 
 
 def shown_commands() -> dict[str, list[str]]:
-    """Command -> the files that show it, continuation lines joined, explanations behind two spaces or # cut off."""
+    """Return {command: files that show it}, with continuation lines joined and text after two spaces or # removed."""
     shown: dict[str, list[str]] = {}
     for path in [*documents(), *sorted(ROOT.glob("launch/*"))]:
         text = path.read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def shown_commands() -> dict[str, list[str]]:
 
 
 def python_blocks() -> dict[str, str]:
-    """'docs/start/tutorial.md 0' -> source of a fenced python block."""
+    """Return {'docs/start/tutorial.md 0': source of a fenced Python block}."""
     blocks = {}
     for path in documents():
         for number, source in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)):

@@ -1,7 +1,7 @@
 """A cable with a delay, for kernels without tc's netem: python slow_cable.py NETNS DEVICE NETNS DEVICE MS JITTER_MS
 
-makes a TAP device in each of two network namespaces and carries frames between them, each MS +- JITTER_MS late, in
-order; prints "ready" when the devices are there. They go when it ends. Linux, root.
+Makes a TAP device in each of two network namespaces and forwards frames between them in order, each delayed by
+MS +- JITTER_MS. Prints "ready" when the devices exist. They are removed when it ends. Needs Linux and root.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ CLONE_NEWNET, TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x40000000, 0x400454CA, 0x0002, 0x
 
 
 def tap(namespace: str, device: str) -> int:
-    """A file whose reads and writes are frames that the device sends and receives."""
+    """Make a TAP device; return a file descriptor to read the frames that it sends and write those it receives."""
     with open(f"/run/netns/{namespace}") as there:
         if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"network namespace {namespace}")
@@ -28,7 +28,7 @@ def tap(namespace: str, device: str) -> int:
 
 
 def carry(ends: list[int], seconds: float, jitter: float) -> None:
-    under_way: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # to each end: (when it arrives, frame)
+    under_way: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # per end: (arrival time, frame)
     while True:
         next_at = min((queue[0][0] for queue in under_way if queue), default=None)
         wait = None if next_at is None else max(0.0, next_at - time.monotonic())
@@ -41,7 +41,7 @@ def carry(ends: list[int], seconds: float, jitter: float) -> None:
                 try:
                     os.write(end, queue.popleft()[1])
                 except OSError:
-                    pass  # the device is down, or full: the frame is lost, as on a cable
+                    pass  # the device is down or full: the frame is lost, as on a cable
 
 
 if __name__ == "__main__":

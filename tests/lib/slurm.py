@@ -3,9 +3,9 @@
     job = slurm.submit(["--nodes", "2", "launch/slurm.sbatch", ...])      slurm.state(job)["JobState"]
     slurm.run("scancel", "--signal=USR1", job)
 
-One munged serves all hosts through its socket. A job that is queued again waits for its credentials to expire: 5 s
-here, not two minutes. Memory is not confined (no control groups); tasks are bound to their cores by task/affinity, and
-each host has all cores of the machine. Tested with Slurm 22.05.
+One munged serves all hosts through its socket. A requeued job waits until its credentials expire, after 5 s here
+instead of two minutes. Memory is not limited (no control groups). task/affinity binds tasks to their cores; each host
+has all cores of the machine. Tested with Slurm 22.05.
 """
 
 import os
@@ -48,7 +48,7 @@ ReturnToService=0
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm; None where there can."""
+    """Return why Slurm cannot run here, or None."""
     absent = [program for program in PROGRAMS if not (shutil.which(program) or Path("/usr/sbin", program).exists())]
     return f"not installed: {', '.join(absent)} (slurm-wlm)" if absent else None
 
@@ -75,7 +75,7 @@ class Slurm:
         )
         settings = _CONF.format(controller=self.hosts[0].address, folder=self.folder)
         (self.folder / "slurm.conf").write_text(f"{settings}{nodes}PartitionName=all Nodes=ALL Default=YES\n")
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # the kind that is not looked for at start
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # v1 is not probed at the start
         key = self.folder / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -88,15 +88,15 @@ class Slurm:
         self.wait_until(lambda: self.run("sinfo", "-h", "-o", "%D %t") == f"{len(self.hosts.all)} idle\n", 30)
 
     def return_node(self, number: int) -> None:
-        """A host that crashed is back, and as many administrators have it, it gets work when one has looked at it.
+        """Restart a crashed host and resume its node by hand, as many administrators do.
 
-        With ReturnToService=2 a job is started there within the second of its slurmd's start, and what the controller
-        had still to tell the lost one, to end this job's tasks, may reach the new ones (1 of 72 times).
+        With ReturnToService=2 a job starts there within a second after slurmd. The controller's late message to the
+        lost slurmd, to end the job's tasks, may then reach the new tasks (1 of 72 times).
         """
         self.hosts.restart(number)
         self.start_node(number)
         name = self.hosts[number].name
-        self.wait_until(lambda: self.run("sinfo", "-h", "-n", name, "-o", "%t") == "down\n", 60)  # down*: is silent
+        self.wait_until(lambda: self.run("sinfo", "-h", "-n", name, "-o", "%t") == "down\n", 60)  # down*: no answer
         self.run("scontrol", "update", f"nodename={name}", "state=resume")
 
     def start_node(self, number: int) -> None:
@@ -109,7 +109,7 @@ class Slurm:
             self.daemons.append(subprocess.Popen(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """AssertionError, with what is known of nodes, jobs and daemons, when `condition` is not met in time."""
+        """Wait for `condition`; after `seconds` raise AssertionError with the state of nodes, jobs and daemons."""
         wait_until(condition, seconds, lambda: f"not within {seconds:.0f} s\n{self._known()}")
 
     def _known(self) -> str:
@@ -120,7 +120,7 @@ class Slurm:
         return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
 
     def __exit__(self, *_) -> None:
-        for host in self.hosts.all:  # what started the daemons is no parent of theirs
+        for host in self.hosts.all:  # the daemons are not children of the processes that started them
             if host.is_up:
                 host.run(["pkill", "-KILL", "slurm|munged"])
         for daemon in self.daemons:
@@ -128,27 +128,27 @@ class Slurm:
             daemon.wait()
 
     def run(self, *words, cwd=None) -> str:
-        """What a command prints on the first host."""
+        """Run a command on the first host; return its output."""
         done = self.hosts[0].run(["env", "-i", *self.environment, *words], cwd, timeout=120)
         return done.stdout + done.stderr
 
     def submit(self, words: list, cwd=None) -> str:
-        """The job's number."""
+        """Submit a job; return its number."""
         printed = self.run("sbatch", "--parsable", *words, cwd=cwd)
         assert printed.strip().isdigit(), printed
         return printed.strip()
 
     def state(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says; nothing where the controller does not answer in time."""
+        """Return the fields of `scontrol show job`, empty if the controller does not answer in time."""
         return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
 
     def cancel_all(self) -> None:
-        """And wait until no job is left."""
+        """Cancel all jobs and wait until none is left."""
         self.run("scancel", "--user", "root")
         self.wait_until(lambda: self.run("squeue", "-h") == "", 120)
 
     def wait(self, job: str, seconds: float = 180) -> dict[str, str]:
-        """Its state when it has ended for good."""
+        """Wait until the job has ended; return its state."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait_until(lambda: self.state(job).get("JobState") in ends, seconds)
         return self.state(job)

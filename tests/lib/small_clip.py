@@ -8,7 +8,7 @@ from tests.lib.checkout import ROOT
 CONTEXT_LENGTH = 12
 TEXTS = (ROOT / "LICENSE").read_text().split("\n\n")
 CAPTIONS = [canonicalise(text) for text in TEXTS]
-# Seven languages with what web captions have: typographic quotes, full-width and half-width forms, ligatures, entities.
+# Seven languages, with typographic quotes, full-width and half-width forms, ligatures and entities, as in web captions.
 LANGUAGES = [
     "\u201c\uff28\uff45\uff4c\uff4c\uff4f\u201d &amp;amp; Tom &amp; \u2018Jerry\u2019 &lt;3 don&#39;t",
     "l\u2019\u00c9t\u00e9, cafe\u0301 \ufb01n&nbsp;\u00ab z \u00bb &quot;x&quot;",

@@ -1,4 +1,4 @@
-"""A training loader over a test's few small samples: one of them a step, read in this process by one rank."""
+"""A training loader for a few small samples: one per step, read in this process by one rank."""
 
 from pathlib import Path
 
@@ -14,25 +14,25 @@ _SHARE = {"micro_batch_size": 1, "num_micro_batches": 1, "rank": 0, "world_size"
 
 
 def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed: int = 0, **options) -> TrainLoader:
-    """options: fields of DataConfig and of Share."""
+    """Make a loader; options are fields of DataConfig and of Share."""
     share = Share(**{name: options.pop(name, value) for name, value in _SHARE.items()})
     data = DataConfig(urls, **{"workers": 0, **options})
     return TrainLoader(data, tokenizer, share, image_size=image_size, seed=seed)
 
 
 def step_loader(urls: str, tokenizer: Tokenizer, **options) -> TrainLoader:
-    """Steps of two micro-batches of three samples."""
+    """Make a loader with steps of two micro-batches of three samples."""
     defaults = {"micro_batch_size": 3, "num_micro_batches": 2, "seed": 5, "max_bad_fraction": 0.9}
     return small_loader(urls, tokenizer, **(defaults | options))
 
 
 def sample_numbers(loader: TrainLoader) -> list[list[int]]:
-    """Sample numbers of each remaining step."""
+    """Return the sample numbers of each remaining step."""
     return [torch.cat([batch["ids"] for batch in step]).tolist() for step in loader]
 
 
 def caption_tokenizer(folder: Path) -> Tokenizer:
-    """Sentencepiece for the captions of shard_files, 12 tokens each; its model is written to `folder`."""
+    """Train a sentencepiece tokenizer for the captions of shard_files, 12 tokens each, and write it to `folder`."""
     path = folder / "x.model"
     train_tokenizer([f"picture number {i} from json" for i in range(100)], path, 40)
     return Tokenizer(path, context_length=12)

@@ -13,7 +13,7 @@ from infcl.plan.memory import parts_of
 
 
 def spec_of(config: TrainConfig, parallel: Parallel, batch: BatchPlan | None = None, unpackable: str = "") -> RunSpec:
-    """The run of these flags, on these ranks, with `batch` instead of the flags' where it is given."""
+    """Resolve a run from its flags and ranks; `batch`, if given, replaces the flags' batch."""
     if batch is not None:
         shape: dict[str, Any] = {"accum_freq": batch.num_micro_batches, "batch_size": batch.micro_batch_size}
         config = dataclasses.replace(config, global_batch_size=None, **shape)
@@ -22,12 +22,12 @@ def spec_of(config: TrainConfig, parallel: Parallel, batch: BatchPlan | None = N
 
 
 def engine_of(model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan) -> Engine:
-    """An engine that steps with `batch`, whatever the flags say of it."""
+    """Make an engine for `batch`, which replaces the flags' batch."""
     return Engine(model, spec_of(config, parallel, batch), parallel)
 
 
 def planned_run(config: TrainConfig, batch: BatchPlan, precision: str, zero: dict, *, stage=1, on_cpu=False) -> RunSpec:
-    """A run of this batch, precision and zero_optimization, whatever the flags and the preset say of them."""
+    """Resolve a run with this batch, precision and zero_optimization, which replace those of flags and preset."""
     flags = dataclasses.replace(
         config, global_batch_size=None, accum_freq=batch.num_micro_batches, batch_size=batch.micro_batch_size
     )
@@ -36,12 +36,12 @@ def planned_run(config: TrainConfig, batch: BatchPlan, precision: str, zero: dic
 
 
 def memory_of_run(cfg, batch, config, counts, precision, zero, *, stage, on_cpu=False, **where) -> dict[str, float]:
-    """{part: bytes per rank} that are planned for a run with nothing offloaded."""
+    """Return the planned {part: bytes per rank} of a run without offload."""
     spec = planned_run(config, batch, precision, zero, stage=stage, on_cpu=on_cpu)
     return parts_of(load_of_run(spec, cfg, counts, stage=stage, **where))
 
 
 def memory_plan(*run, **where) -> dict[str, list[float]]:
-    """{part: bytes per rank under ZeRO 0, 1, 2, 3}."""
+    """Return {part: bytes per rank under ZeRO 0, 1, 2, 3}."""
     columns = [memory_of_run(*run, stage=stage, **where) for stage in STAGES]
     return {part: [column[part] for column in columns] for part in columns[0]}

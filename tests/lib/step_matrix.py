@@ -1,4 +1,4 @@
-"""Steps of the demo model under every combination of a step's options, and in one process."""
+"""Steps of the demo model with all combinations of a step's options, and the reference in one process."""
 
 import torch
 
@@ -15,7 +15,7 @@ MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
 
 
 def weights_after_a_step(engine, batch, whole_batch, resident, encode):
-    """{name: whole tensor} once this rank's part of the batch has gone through a step."""
+    """Run a step on this rank's share of the batch; return {name: full tensor}."""
     from infcl.checkpoint.load import full_weights
     from infcl.loss.contrastive import ContrastiveLoss
     from infcl.step.grad_cache import grad_cache_step
@@ -37,7 +37,7 @@ def weights_after_a_step(engine, batch, whole_batch, resident, encode):
 
 
 def gradients_in_one_process(world_size, model, whole_batch):
-    """{name: gradient} of the whole batch, each micro-batch under its seed."""
+    """Return {name: gradient} of the whole batch, with each micro-batch's own seed."""
     sides = whole_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE)
     seeds = [micro_batch_seed(0, 0, index, rank) for rank in range(world_size) for index in range(MICRO_BATCHES)]
     return whole_batch_gradients(model, zip(*(side.split(MICRO_BATCH_SIZE) for side in sides), strict=True), seeds)[1]
@@ -54,12 +54,12 @@ def demo_batch(size):
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (size, 3, 32, 32), generator=generator, dtype=torch.uint8)
     texts = torch.randint(2, 300, (size, 20), generator=generator)
-    texts[torch.arange(size), torch.randint(20, (size,), generator=generator)] = 1  # where captions end, and are pooled
+    texts[torch.arange(size), torch.randint(20, (size,), generator=generator)] = 1  # caption ends, which are pooled
     return images, texts
 
 
 def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compiled, before_step=None, **flags):
-    """before_step(engine) is called when the step's gradients are there; its answer is the result instead."""
+    """Run a step and return the weights, or the result of before_step(engine), called with the step's gradients."""
     from infcl.engine.engine import Engine
     from infcl.models.captions import texts_for_model
     from infcl.parallel import init_parallel

@@ -1,6 +1,6 @@
-"""A small CLIP-shaped model, the loss in one line, and the step that every engine must reproduce.
+"""A small CLIP-like model, the loss in one line, and the step that every engine must reproduce.
 
-The oracle is one process in float64 that sees the whole global batch at once: no ring, no cache, no ZeRO.
+The reference is one process in float64 that sees the whole global batch at once: no ring, no cache, no ZeRO.
 """
 
 import math
@@ -8,11 +8,11 @@ import math
 import torch
 from torch import nn
 
-LR, EPS = 1e-2, 1e-3  # a large epsilon: with Adam's usual one a wrong gradient scale would not show
+LR, EPS = 1e-2, 1e-3  # a large epsilon: Adam's usual one would hide a wrong gradient scale
 
 
 class ToyCLIP(nn.Module):
-    """Two MLP towers with the contract of infcl.models.clip.CLIP: dict of unit-norm f32 features and scalars [1]."""
+    """Two MLP towers that return what infcl.models.clip.CLIP does: a dict of unit-norm f32 features and scalars [1]."""
 
     def __init__(self, logit_scale: float = math.log(10.0), dropout: float = 0.0):
         super().__init__()
@@ -45,7 +45,7 @@ def dense_loss(image_features, text_features, scale) -> torch.Tensor:
 
 
 def whole_batch_gradients(model, micro_batches, seeds):
-    """(loss, gradients by name) of all micro-batches in one graph, no cache; each under its own seed."""
+    """Return the loss and {name: gradient} of all micro-batches in one graph, each with its own seed."""
     model.zero_grad()
     outputs = []
     for batch, seed in zip(micro_batches, seeds):
@@ -62,14 +62,13 @@ def adamw(groups):
 
 
 def oracle_steps(batches, *, seeds=None, logit_scale: float = math.log(10.0), dropout: float = 0.0, **options):
-    """`train_in_float64` of a ToyCLIP. seeds: with dropout, one for each micro-batch of each batch, under which it is
-    encoded."""
+    """Run `train_in_float64` on a ToyCLIP. With dropout, `seeds` has a seed per batch and micro-batch."""
     seeded = list(zip(batches, seeds or [[0]] * len(batches), strict=True))
     return train_in_float64(ToyCLIP(logit_scale, dropout), seeded, _encode_seeded, **options)
 
 
 def _encode_seeded(model, seeded):
-    """(image, text) outputs of the whole batch, each of its len(seeds) micro-batches under its seed."""
+    """Return the (image, text) outputs of the whole batch, whose len(seeds) micro-batches use these seeds."""
     batch, seeds = seeded
     outputs = []
     for seed, images, texts in zip(seeds, *(side.double().chunk(len(seeds)) for side in batch), strict=True):
@@ -90,10 +89,13 @@ def train_in_float64(
     before_clip=lambda model: None,
     after_step=lambda model: None,
 ):
-    """A step with each whole batch -> ([loss, ...], [gradient norm, ...], state dict).
+    """Train one step per whole batch; return losses, gradient norms and the state dict.
 
-    encode(model, batch): (image, text) outputs, not yet normalised. optimizer: parameter groups -> torch optimizer.
-    before_clip(model) is called when the step's gradients are there, after_step(model) when all of it is done.
+    Args:
+        encode: (model, batch) -> (image, text) outputs, not yet normalised.
+        optimizer: parameter groups -> torch optimizer.
+        before_clip: called with the model when the step's gradients are complete.
+        after_step: called with the model at the end of the step.
     """
     from infcl.config import TrainConfig
     from infcl.engine.optim import parameter_groups
@@ -117,22 +119,22 @@ def train_in_float64(
 
 
 def worst_error(state, reference):
-    """The largest error of a parameter, in relation to the parameter; NaN where one is."""
+    """Return the largest error of a parameter relative to the parameter; NaN if any error is NaN."""
     assert set(state) == set(reference)
     return _largest((state[n].double() - reference[n]).norm() / reference[n].norm() for n in reference)
 
 
 def worst_update_error(state, reference, start):
-    """The largest error of a parameter, in relation to how far it moves: 1 where one has stayed at its start.
+    """Return the largest error of a parameter relative to its update: 1 if a parameter did not move.
 
-    A norm's weight moves by hundredths of itself, so an error of `worst_error` may be all of its update.
+    The weight of a norm moves by only hundredths of itself, so a small `worst_error` may be its full update.
     """
     assert set(state) == set(reference) == set(start)
     return _largest((state[n].double() - reference[n]).norm() / (reference[n] - start[n]).norm() for n in reference)
 
 
 def update_error(state, reference, start):
-    """The error of all parameters together, in relation to how far they move together."""
+    """Return the error of all parameters together relative to their update."""
 
     def distance(to):
         return torch.cat([(to[name].double() - reference[name].double()).flatten() for name in reference]).norm()
@@ -141,4 +143,4 @@ def update_error(state, reference, start):
 
 
 def _largest(errors) -> float:
-    return float(torch.stack(list(errors)).max())  # Python's own max would pass over a NaN
+    return float(torch.stack(list(errors)).max())  # Python's max would skip a NaN

@@ -1,4 +1,4 @@
-"""Finished steps, as observers get them."""
+"""Finished steps, as observers receive them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from infcl.train.observers import Step
 
 
 def step_done(number: int = 1, **fields: Any) -> Step:
-    """One of 4 seconds that was applied, of a run that continues."""
+    """Make a step of 4 seconds that was applied, in a run that continues."""
     plain = {
         "samples_seen": number, "seconds": 4.0, "phases": {}, "waited_for_data": 0.0, "waited_again": 0.0,
         "text_share": 1.0, "loss": 1.0, "applied": True, "is_last": False, "ids": [], "values": {},

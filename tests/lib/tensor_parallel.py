@@ -1,4 +1,4 @@
-"""Small towers whose heads divide by 2 and 4, ranks laid out as T x D, and the float64 step they must reproduce."""
+"""Small towers whose heads divide by 2 and 4, layouts of T x D ranks, and the float64 reference of their steps."""
 
 import math
 
@@ -17,13 +17,13 @@ CFG = CLIPConfig(
     text_cfg=TextConfig(context_length=7, vocab_size=31, width=16, heads=4, layers=2, mlp_ratio=3.0),
 )
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1)]  # (T, D)
-_groups: set[dist.ProcessGroup] = set()  # what megatron-core has made in this process
+_groups: set[dist.ProcessGroup] = set()  # made by megatron-core in this process
 GRAD_CLIP, DECAY = 0.5, 0.1
 MICRO_BATCHES, MICRO_BATCH_SIZE = 3, 4
 
 
 def layout(size: int) -> Parallel:
-    """This rank in tensor-parallel groups of `size`, whatever the process was used for before."""
+    """Put this rank into tensor-parallel groups of `size`, and remove any earlier layout."""
     from megatron.core import parallel_state
 
     from megatron_patches.groups import init_tensor_parallel
@@ -31,7 +31,7 @@ def layout(size: int) -> Parallel:
     known = dist.distributed_c10d._world.pg_map
     if parallel_state.is_initialized() and parallel_state.get_tensor_model_parallel_world_size() != size:
         parallel_state.destroy_model_parallel()
-        while _groups:  # megatron-core forgets them, but their threads would stay
+        while _groups:  # megatron-core drops them without ending their threads
             dist.destroy_process_group(_groups.pop())
     parallel, before = init_parallel("cpu"), set(known)
     if size > 1:
@@ -50,7 +50,7 @@ def settings(preset: str, size: int, **changes) -> TrainConfig:
 def new_model(cfg: CLIPConfig = CFG, **options) -> CLIP:
     torch.manual_seed(0)
     model = CLIP(cfg, init_logit_scale=math.log(20), **options)
-    with torch.no_grad():  # biases start at zero, where a bias that is added twice would not show at first
+    with torch.no_grad():  # with the initial biases of zero, a bias added twice would not be seen
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
@@ -66,7 +66,7 @@ def global_batch(size: int, seed: int, cfg: CLIPConfig = CFG) -> tuple[torch.Ten
 def train_steps(
     parallel: Parallel, config: TrainConfig, steps: int, *, micro_batches: int = MICRO_BATCHES, **model_options
 ):
-    """Optimizer steps over this rank's share -> (engine, losses, gradient norms, [image, text] gradient norms)."""
+    """Run optimizer steps on this rank's share; return engine, losses, gradient norms, [image, text] norms."""
     from infcl.engine.engine import Engine
     from infcl.models.captions import texts_for_model
     from infcl.step.grad_cache import grad_cache_step
@@ -102,7 +102,7 @@ def train_steps(
 
 
 def oracle(dp_size: int, steps: int):
-    """One process in float64, the whole batch at once -> losses, norms, [image, text] norms, state dict."""
+    """Run one process in float64 on the whole batch; return losses, norms, [image, text] norms, state dict."""
     batches = [global_batch(dp_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(steps)]
     tower_norms = []
 

@@ -1,4 +1,4 @@
-"""A run of the demo model in processes of this machine, by its config."""
+"""Run the demo model in processes of this machine, from a config."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from tests.lib.tensor_parallel import layout as tensor_parallel_layout
 
 
 def demo_config(demo_folder, logs, **changes) -> TrainConfig:
-    """launch/demo.sh's settings, made small: 20 steps of 64 pairs."""
+    """Return a small version of launch/demo.sh's settings: 20 steps of 64 pairs."""
     base = TrainConfig(
         train_data=str(demo_folder / "train"),
         tokenizer=str(demo_folder / "tokenizer.model"),
@@ -26,7 +26,7 @@ def demo_config(demo_folder, logs, **changes) -> TrainConfig:
         logs=str(logs),
         name="run",
         save_frequency=0,
-        resident_micro_batches="1",  # auto keeps all graphs of a small model on a GPU, and would replay none
+        resident_micro_batches="1",  # auto would cache all activations of a small model on a GPU and replay none
         precision="fp32",
         report_to="none",
     )
@@ -38,7 +38,7 @@ class Killed(Exception):
 
 
 def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
-    """Train as pretrain_clip.py does -> {step: loss}; `die_after` ends the run abruptly behind that step."""
+    """Train as pretrain_clip.py does; return {step: loss}. The run ends abruptly after step `die_after`."""
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
     from infcl.train.build import resolve_inputs
@@ -51,10 +51,10 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
     class Mortal:
         def after_step(self, step):
             if step.number == die_after:
-                trainer.checkpoints.publish()  # the last one begun was on the disk in time
+                trainer.checkpoints.publish()  # the last checkpoint was written in time
                 raise Killed
 
-    trainer.observers.insert(trainer.observers.index(trainer.saves), Mortal())  # metrics are written, it is not saved
+    trainer.observers.insert(trainer.observers.index(trainer.saves), Mortal())  # after the metrics, before the save
     try:
         trainer.fit()
     except Killed:
@@ -72,7 +72,7 @@ def refusal(rank, world_size, config):
 
 
 def said(rank, world_size, config) -> str:
-    """What a whole run says."""
+    """Train and return the messages of the run."""
     from unittest import mock
 
     with mock.patch("infcl.train.sinks.Console.say") as say:

@@ -1,4 +1,4 @@
-"""Waiting for other processes, never without end."""
+"""Wait for other processes, with time limits."""
 
 import subprocess
 import time
@@ -12,8 +12,12 @@ def wait_until(
     otherwise: str | Callable[[], object],
     process: subprocess.Popen | None = None,
 ) -> None:
-    """Return when `reached()` is true. After `seconds` an AssertionError that says `otherwise`, or what it returns
-    then; where `process` ends before, one with its output."""
+    """Return when `reached()` is true.
+
+    Raises:
+        AssertionError: not within `seconds`, with the message `otherwise` (or its return value), or `process` ended
+            before, with its output.
+    """
     deadline = time.monotonic() + seconds
     while not reached():
         assert process is None or process.poll() is None, process.stdout and process.stdout.read()
@@ -28,6 +32,6 @@ def wait_for_checkpoint(logs: Path, process: subprocess.Popen) -> None:
 
 
 def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str]:
-    """(exit code, what it printed)"""
+    """Wait for the process; return its exit code and output."""
     output, _ = process.communicate(timeout=seconds)
     return process.returncode, output
