@@ -2,8 +2,8 @@
 
 There are four kinds of features: random unit vectors; pairs as in the middle of a training (scale 100, a loss of about
 2); separated pairs (a loss of 1e-5); matched pairs of cosine 1. An error is the norm of the difference, divided by the
-norm of the float64 gradient. Gradients that vanish (1e-36 at a perfect match) are replaced in the divisor by a tenth of
-their size in the first steps of a training: scale / sqrt(b), and 1e-2 for the scale's gradient.
+norm of the float64 gradient. If that gradient vanishes (1e-36 at a perfect match), the divisor is 0.1 scale / sqrt(b),
+a tenth of its size in the first steps of a training, or 1e-2 for the scale's gradient.
 
 The loss of float16 features is multiplied by 2^16, as loss scaling does in training. Their gradients are float16 too:
 an entry of 1e-8, as for separated pairs, would underflow without that factor.

@@ -282,7 +282,7 @@ def train(program: str, flags: list[str]) -> dict[str, list[float]]:
     """Run another program's trainer in this process and folder; --model may be a JSON file.
 
     Returns:
-        samples_per_second of each step on rank 0, waiting (empty) and peak_gib.
+        samples_per_second of all GPUs for each step (empty except on rank 0), waiting (empty) and peak_gib.
     """
     trainer, flags = TRAINERS[program], list(flags)
     trainer.prepare()

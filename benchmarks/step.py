@@ -164,7 +164,7 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
 
 
 def _said(zero: str) -> dict:
-    """Return the preset's options for a row. A row without them used DeepSpeed's defaults."""
+    """Return the preset's options for a row. A row without them used DeepSpeed's own bucket size, and overlap_comm."""
     known = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())["zero_optimization"]
     said = {name: known[name] for name in ("reduce_bucket_size",) if name in known}
     return said | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are on one node
