@@ -12,7 +12,7 @@
 # numbers do is printed at the start; a MIN that only all hosts can meet is refused, unless it is their number); --batch N says
 # the batch where the command does not. A hostfile or a MIN that is wrong ends this with 2.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
-# usage error (2), steps that stay not finite (65), Ctrl-C (130), and a signal to this script, which is passed
+# usage error (2), bad samples or non-finite steps (65), Ctrl-C (130), and a signal to this script, which is passed
 # on first. --overwrite is refused.
 # The launch scripts take a relative --logs from the repository: started elsewhere, give RUN_FOLDER and --logs in full.
 set -u
@@ -102,7 +102,7 @@ while :; do
   [ "$stopped" -gt 0 ] && end_stopped
   case $code in
     2) say "the command is wrong (exit code 2); not restarted"; exit 2 ;;
-    65) say "the steps stay not finite (exit code 65); not restarted"; exit 65 ;;
+    65) say "too many bad samples or non-finite steps (exit code 65); not restarted"; exit 65 ;;
     130) say "interrupted; not restarted"; exit 130 ;;
   esac
   now="exit code $code at $(progress)"

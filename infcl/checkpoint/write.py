@@ -159,9 +159,7 @@ class CheckpointWriter:
         manifest = self._manifest | {"files": {name: written for name, written, *_ in answers}}
         taken_by, problem = self._on_rank_0(lambda: self._move_into_place(manifest, problems))
         if taken_by is not None:
-            raise FolderTaken(
-                f"{self.run.root} is trained by {taken_by} since: this run ends, and leaves the folder to it"
-            )
+            raise FolderTaken(f"{taken_by} trains in {self.run.root} now; this run exits and leaves the folder to it")
         if problem:
             self.failed, self.failed_in_a_row = self.failed + 1, self.failed_in_a_row + 1
             self.begun_step, self.problem = None, problem

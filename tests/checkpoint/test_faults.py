@@ -239,7 +239,7 @@ def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_p
         ("exit 7", 7, "exit code 7 at no checkpoint, 3 times in a row; giving up"),
         ("exit 0", 1, "exit code 0 at no checkpoint, 3 times in a row; giving up"),
         ("exit 2", 2, "the command is wrong"),
-        ("exit 65", 65, "the steps stay not finite (exit code 65); not restarted"),
+        ("exit 65", 65, "too many bad samples or non-finite steps (exit code 65); not restarted"),
         ("exit 130", 130, "interrupted; not restarted"),
     ],
 )
