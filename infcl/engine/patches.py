@@ -46,8 +46,8 @@ class Patch:
 FORWARD = Patch(
     "Module.forward",
     f"{_SOURCE}/zero/parameter_offload.py#L445",
-    "Stage 3 gathers a block's parameters in hooks around its forward. block.compile() compiles the hooks too, which "
-    "Dynamo cannot trace; compiling the forward alone leaves them outside.",
+    "Stage 3 gathers a block's parameters in hooks around its forward. block.compile() compiles the call with its "
+    "hooks, which break the graph; compiling the forward alone leaves them outside.",
 )
 SCALE = Patch(
     "DynamicLossScaler.update_scale",
