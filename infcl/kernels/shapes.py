@@ -1,7 +1,6 @@
 """Tiling of a pair of feature blocks on a GPU, and a cost model that depends on sizes only.
 
-The unit of cost is the time in which one multiprocessor computes a 128 x 256 tile at depth 1. The kernels choose the
-cheapest shape, and the planner uses the cost as time.
+The kernels choose the cheapest shape.
 """
 
 import math
@@ -17,11 +16,6 @@ def ceil_div(a: int, b: int) -> int:
 # ---- forward: statistics ----
 
 
-def chain_tiles(row_tiles: int, column_tiles: int, splits: int, processors: int) -> float:
-    """Return the tiles on the longest chain of programs; the start of a program costs a third of a tile."""
-    return ceil_div(column_tiles * splits, processors) * (ceil_div(row_tiles, splits) + 0.33)
-
-
 @cache
 def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
     """Return the number of programs that share a column block, enough to fill the GPU evenly.
@@ -30,19 +24,12 @@ def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
     """
 
     def cost(splits: int) -> float:
-        return chain_tiles(row_tiles, column_tiles, splits, processors)
+        """Return the tiles on the longest chain of programs; the start of a program costs a third of a tile."""
+        return ceil_div(column_tiles * splits, processors) * (ceil_div(row_tiles, splits) + 0.33)
 
     candidates = range(1, min(row_tiles, 2 * processors) + 1)
     best = min(candidates, key=cost)
     return max((s for s in candidates if s <= 4 and cost(s) <= 1.03 * cost(best)), default=best)
-
-
-def forward_cost(num_rows: int, num_columns: int, dim: int, workspace_bytes: int, processors: int) -> float:
-    """Return the cost of a block pair's statistics; a tile costs its depth, plus 135 for exponentials and sums."""
-    row_tiles, column_tiles = ceil_div(num_rows, _HEIGHT), ceil_div(num_columns, _WIDTH)
-    chunk = max(1, min(column_tiles, workspace_bytes // (4 * num_rows)))
-    tiles = chain_tiles(row_tiles, chunk, row_splits(row_tiles, chunk, processors), processors)
-    return ceil_div(column_tiles, chunk) * tiles * (dim + 135)
 
 
 # ---- backward: dS and its two matmuls, a chunk at a time ----

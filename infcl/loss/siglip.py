@@ -7,7 +7,7 @@ In: image and text features [b, D] of this rank, scale and bias. Out: the loss; 
 
 The loss of an entry depends only on its own logit, so the forward computes the gradients too. This costs 3 matmuls
 (6 B^2 D flops), W - 1 hops of b*D operands and W hops of b*D float32. The backward only multiplies the gradients by the
-incoming gradient; until then 2 b*D float32 are kept. If no gradient is needed, the forward is one matmul.
+incoming gradient; until then 2 b*D float32 are kept.
 Gradient scaling as in loss/inf_cl.
 Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
 """
@@ -73,19 +73,17 @@ def siglip_loss(
     ids = image_ids, text_ids
     found = find_duplicates(ids, ids, image_features.device, duplicates)
     scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
-    wanted = gradients_wanted((image_features, text_features, *scalars))
-    return _SigLip.apply(image_features, text_features, *scalars, setup, found, wanted)
+    needs = gradients_wanted((image_features, text_features))
+    return _SigLip.apply(image_features, text_features, *scalars, setup, found, needs)
 
 
 class _SigLip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, image_features, text_features, scale, bias, setup: Setup, duplicates, wanted):
+    def forward(ctx, image_features, text_features, scale, bias, setup: Setup, duplicates, needs):
         with torch.autocast(image_features.device.type, enabled=False):
             rows, columns = setup.operands(image_features, text_features)
-            if not any(wanted):
-                return ring_loss(rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates) / len(rows)
-            loss, *gradients = ring_loss_and_gradients(
-                rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates, needs=wanted[:2]
+            loss, *gradients = ring_pass(
+                rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates, needs=needs
             )
         ctx.save_for_backward(scale, *gradients)
         ctx.dtypes, ctx.rows = (image_features.dtype, text_features.dtype), len(rows)
@@ -104,32 +102,7 @@ class _SigLip(torch.autograd.Function):
         return *sides, factor * d_scale, factor * d_bias, None, None, None
 
 
-def ring_loss(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    ring: RingExchange,
-    tile: Tile,
-    workspace_bytes: int,
-    duplicates: Duplicates | None = None,
-) -> Tensor:
-    """Return the sum of the losses over this rank's rows and all columns, 0-dim."""
-    loss = -F.logsigmoid(_matched_logits(rows, columns, scale, bias)).sum()
-    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
-        loss += tile.sigmoid_forward(
-            rows,
-            block,
-            scale,
-            bias,
-            masked=hop == 0,
-            workspace_bytes=workspace_bytes,
-            groups=None if duplicates is None else duplicates.groups(*ids),
-        )
-    return loss
-
-
-def ring_loss_and_gradients(
+def ring_pass(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,
@@ -141,7 +114,7 @@ def ring_loss_and_gradients(
     needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Return the sum of the losses, its `ring_gradients` (without the factor scale), and the bias's gradient."""
-    matched = _matched_logits(rows, columns, scale, bias)
+    matched = row_products(rows, columns) * scale + bias
     slopes = -torch.sigmoid(-matched)
     loss, d_bias = -F.logsigmoid(matched).sum(), slopes.sum()
 
@@ -163,8 +136,3 @@ def ring_loss_and_gradients(
         add_tile, rows, columns, slopes, ring, with_columns=travelling(duplicates), needs=needs
     )
     return loss, d_rows, d_columns, d_scale, d_bias
-
-
-def _matched_logits(rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Return the matched logits, [b], in float32 or wider."""
-    return row_products(rows, columns) * scale + bias

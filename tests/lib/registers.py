@@ -21,16 +21,14 @@ _OPTIONS = ("num_warps", "num_stages")
 _HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def compiled_forward(
-    *, itemsize: int, sigmoid: bool, masked: bool, edge: bool = False, kinds: int = 0, positive: bool = False
-) -> CompiledKernel:
+def compiled_forward(*, itemsize: int, masked: bool, edge: bool = False, kinds: int = 0) -> CompiledKernel:
     """Compile the forward tile.
 
     Args:
         itemsize: bytes per operand (2: BF16, 4: FP32).
         edge: the columns do not fill the last block.
     """
-    constants = {"SIGMOID": sigmoid, "MASKED": masked, "EDGE": edge, "GROUPED": kinds, "POSITIVE": positive}
+    constants = {"MASKED": masked, "EDGE": edge, "GROUPED": kinds}
     return _compiled(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[itemsize], itemsize, constants)
 
 
