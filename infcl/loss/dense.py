@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.loss.inputs import check_features, gradients_wanted, refuse_double_backward, scalar_like, sides_wanted
-from infcl.loss.ring import RingExchange, all_gather, checked_group, reduce_scatter
+from infcl.loss.inputs import reject_double_backward, scalar_like, set_up
+from infcl.loss.ring import all_gather, reduce_scatter
 
 
 def clip_loss(
@@ -90,7 +90,7 @@ class _Disco(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        refuse_double_backward("disco")
+        reject_double_backward("disco")
         d_images, d_texts, d_scale = ctx.saved_tensors
         return (
             (d_images * (d_loss / 2)).to(d_images.dtype),
@@ -174,9 +174,5 @@ def _checked_scale(
     group: dist.ProcessGroup | None,
     compare_ranks: bool,
 ) -> Tensor:
-    ring = RingExchange(checked_group(group))
-    compared = check_features(name, image_features, text_features)
-    if compare_ranks:
-        wanted = sides_wanted(gradients_wanted((image_features, text_features)))
-        ring.require_equal(name, compared | {"dtype": image_features.dtype} | wanted, image_features.device)
+    set_up(name, image_features, text_features, group, {"tile": "torch", "compare_ranks": compare_ranks})
     return scalar_like(image_features, logit_scale)

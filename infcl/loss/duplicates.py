@@ -38,7 +38,7 @@ class Duplicates(NamedTuple):
 
     def groups(self, ids: Tensor, column_weights: Tensor | None = None, *, row_weights: Tensor | None = None) -> Groups:
         """Return the tile's `groups` argument for a block of columns with these ids, int64 [k, c]."""
-        numbers = torch.stack([_places(*pair) for pair in zip(self.known, ids)]).to(torch.int32)
+        numbers = torch.stack([_indices(*pair) for pair in zip(self.known, ids)]).to(torch.int32)
         return Groups(self.rows, numbers, self.positive, row_weights, column_weights)
 
 
@@ -47,7 +47,9 @@ def travelling(duplicates: Duplicates | None) -> list[Tensor]:
     return [] if duplicates is None else [duplicates.columns]
 
 
-def check_ids(name: str, rows: int, given: Mapping[str, Tensor | None], duplicates: str) -> dict[str, int]:
+def check_ids(
+    name: str, count: int, given: Mapping[str, Tensor | None], duplicates: str
+) -> dict[str, int | torch.dtype]:
     """Return {name: number} that must be equal on all ranks.
 
     Raises:
@@ -56,8 +58,8 @@ def check_ids(name: str, rows: int, given: Mapping[str, Tensor | None], duplicat
     if duplicates not in DUPLICATES:
         raise ValueError(f"{name}: duplicates is one of {DUPLICATES}, not {duplicates!r}")
     for what, ids in given.items():
-        if ids is not None and (ids.shape != (rows,) or ids.dtype != torch.int64):
-            raise ValueError(f"{name}: {what} must be int64 [{rows}], one per row; got {tuple(ids.shape)} {ids.dtype}")
+        if ids is not None and (ids.shape != (count,) or ids.dtype != torch.int64):
+            raise ValueError(f"{name}: {what} must be int64 [{count}], one per row; got {tuple(ids.shape)} {ids.dtype}")
     if duplicates != "negative" and not any(ids is not None for ids in given.values()):
         raise ValueError(f"{name}: duplicates={duplicates!r} needs {' or '.join(given)}")
     if duplicates == "negative":
@@ -65,14 +67,11 @@ def check_ids(name: str, rows: int, given: Mapping[str, Tensor | None], duplicat
     return {**{what: ids is not None for what, ids in given.items()}, "duplicates='mask'": duplicates == "mask"}
 
 
-def find_duplicates(
-    row_ids: Sequence[Tensor | None], column_ids: Sequence[Tensor | None], device: torch.device, duplicates: str
-) -> Duplicates | None:
+def find_duplicates(row_ids: Sequence[Tensor], column_ids: Sequence[Tensor], duplicates: str) -> Duplicates | None:
     """Number the ids of the rows.
 
     Args:
-        row_ids, column_ids: per kind int64 [r] and [c], or None.
-        device: where the results are stored.
+        row_ids, column_ids: int64 [r] and [c] per kind, on the features' device.
         duplicates: "negative", "mask" or "positive".
 
     Returns:
@@ -80,9 +79,7 @@ def find_duplicates(
     """
     if duplicates == "negative":
         return None
-    rows, columns = (
-        torch.stack([one.to(device) for one in kinds if one is not None]) for kinds in (row_ids, column_ids)
-    )
+    rows, columns = torch.stack(tuple(row_ids)), torch.stack(tuple(column_ids))
     known = rows.sort(1).values
     return Duplicates(known, torch.searchsorted(known, rows, out_int32=True), columns, duplicates == "positive")
 
@@ -114,13 +111,13 @@ def _numbers_of_both(images: tuple[Tensor, Tensor], texts: tuple[Tensor, Tensor]
     rows, columns = (a * len(images[0]) + b for a, b in zip(images, texts))
     columns = torch.where((images[1] < 0) | (texts[1] < 0), -1, columns)
     known = rows.sort().values
-    return torch.searchsorted(known, rows), _places(known, columns)
+    return torch.searchsorted(known, rows), _indices(known, columns)
 
 
-def _places(known: Tensor, ids: Tensor) -> Tensor:
+def _indices(known: Tensor, ids: Tensor) -> Tensor:
     """Return the first index of each id in the sorted `known`, or -1 if it is absent; int64."""
-    places = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
-    return places.where(known[places] == ids, -1)
+    indices = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
+    return indices.where(known[indices] == ids, -1)
 
 
 def _sum_by_number(

@@ -29,17 +29,9 @@ from torch import Tensor
 
 from infcl.kernels import Groups, Tile
 from infcl.kernels.lse import cross_entropies, merge_lse
-from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, sum_positives, travelling
+from infcl.loss.duplicates import Duplicates, sum_positives, travelling
 from infcl.loss.gradients import ring_gradients, row_products, scaled_sides
-from infcl.loss.inputs import (
-    RingOptions,
-    Setup,
-    check_features,
-    outside_graphs,
-    refuse_double_backward,
-    scalar_like,
-    set_up,
-)
+from infcl.loss.inputs import Setup, outside_graphs, reject_double_backward, scalar_like, set_up
 from infcl.loss.ring import RingExchange
 
 
@@ -74,13 +66,10 @@ def inf_cl_loss(
     Raises:
         ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
-    compared = check_features("inf_cl", image_features, text_features)
-    compared |= check_ids("inf_cl", len(image_features), {"image_ids": image_ids, "text_ids": text_ids}, duplicates)
-    setup = set_up("inf_cl", (image_features, text_features), group, RingOptions(**options), compared=compared)
-    ids = image_ids, text_ids
-    found = find_duplicates(ids, ids, image_features.device, duplicates)
+    ids = {"image_ids": image_ids, "text_ids": text_ids}
+    setup = set_up("inf_cl", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
     scale = scalar_like(image_features, logit_scale)
-    return differentiable(image_features, text_features, scale, setup, duplicates=found)
+    return differentiable(image_features, text_features, scale, setup, duplicates=setup.duplicates)
 
 
 def differentiable(rows: Tensor, columns: Tensor, scale: Tensor, setup: Setup, **kind) -> Tensor:
@@ -109,7 +98,7 @@ class _InfCL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        refuse_double_backward("inf_cl")
+        reject_double_backward("inf_cl")
         row_features, column_features, scale, losses, matched, weights, matches = ctx.saved_tensors
         setup: Setup = ctx.setup
         kind, needs = ctx.kind._replace(matches=matches), ctx.needs_input_grad[:2]

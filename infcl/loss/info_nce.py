@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.loss import inf_cl
-from infcl.loss.duplicates import check_ids, find_duplicates
-from infcl.loss.inputs import RingOptions, check_features, outside_graphs, scalar_like, set_up
+from infcl.loss.inputs import outside_graphs, scalar_like, set_up
 
 
 @outside_graphs
@@ -55,18 +54,21 @@ def info_nce_loss(
     Raises:
         ValueError: invalid positives or ids, or sizes that differ between ranks (raised on every rank).
     """
-    compared = check_features("info_nce", queries, documents, ("queries", "documents"))
-    wrong = _check_positives(positives, queries, documents)
-    compared["place of positives (1: inside)"] = not wrong
-    compared |= check_ids("info_nce", len(documents), {"document_ids": document_ids}, duplicates)
-    setup = set_up("info_nce", (queries, documents), group, RingOptions(**options), compared=compared, wrong=wrong)
-    scale, found = scalar_like(queries, logit_scale), None
-    if document_ids is not None:
-        ids = document_ids.to(queries.device)
-        found = find_duplicates([ids[positives]], [ids], queries.device, duplicates)
+    setup = set_up(
+        "info_nce",
+        queries,
+        documents,
+        group,
+        options,
+        sizes=("queries", "documents"),
+        ids={"document_ids": document_ids},
+        duplicates=duplicates,
+        matches=positives,
+        invalid=_check_positives(positives, queries, documents),
+    )
     in_order = torch.equal(positives, torch.arange(len(positives), device=positives.device))
-    matches = None if in_order else positives
-    return inf_cl.differentiable(queries, documents, scale, setup, duplicates=found, matches=matches, both=False)
+    kind = {"duplicates": setup.duplicates, "matches": None if in_order else positives, "both": False}
+    return inf_cl.differentiable(queries, documents, scalar_like(queries, logit_scale), setup, **kind)
 
 
 def _check_positives(positives: Tensor, queries: Tensor, documents: Tensor) -> str:
@@ -79,7 +81,7 @@ def _check_positives(positives: Tensor, queries: Tensor, documents: Tensor) -> s
             f"info_nce needs one int64 positive per query, [{len(queries)}]; "
             f"got {tuple(positives.shape)} of {positives.dtype}"
         )
-    low, high = int(positives.min()), int(positives.max())
-    if 0 <= low and high < len(documents):
+    if bool(((positives >= 0) & (positives < len(documents))).all()):
         return ""
+    low, high = positives.min(), positives.max()
     return f"positives are in {low}..{high}; this rank's documents are 0..{len(documents) - 1}"

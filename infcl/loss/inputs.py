@@ -1,22 +1,22 @@
-"""Preparation of a tiled loss: read the options, check the features on all ranks, convert them for the tile.
+"""Preparation of a loss: read the options, check the inputs on all ranks, convert them for the tile.
 
-In: the caller's features and scalars. Out: a `Setup` (tile and ring of a call), operands, 0-dim scalars.
+In: the caller's features, ids and scalars. Out: a `Setup` (tile, ring and duplicates of a call), 0-dim scalars.
 """
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
 from infcl.loss.ring import RingExchange, checked_group
 
-LARGEST_SCALE = 1e4  # limit for Python numbers; a hundred times the scale that training uses
+_LARGEST_SCALE = 1e4  # limit for Python numbers; a hundred times the scale that training uses
 _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # larger numbers would round to 2^128, which is inf
 
 
@@ -46,11 +46,13 @@ class RingOptions:
 
 
 class Setup(NamedTuple):
-    """Tile and options of one call. Each autograd pass makes a new ring, whose buffers are freed with it."""
+    """A checked call. Each autograd pass makes a new ring, whose buffers are freed with it."""
 
     group: dist.ProcessGroup | None
     tile: Tile
     options: RingOptions
+    duplicates: Duplicates | None
+    needs: tuple[bool, bool]  # whether rows and columns need a gradient
 
     def of_a_pass(self) -> tuple[RingExchange, Tile, int]:
         """Return ring, tile and workspace_bytes in the argument order of ring_forward and ring_backward."""
@@ -63,77 +65,74 @@ class Setup(NamedTuple):
 
 def set_up(
     name: str,
-    features: Sequence[Tensor],
+    rows: Tensor,
+    columns: Tensor,
     group: dist.ProcessGroup | None,
-    options: RingOptions,
+    options: Mapping[str, Any],
     *,
-    compared: Mapping[str, int],
-    wrong: str = "",
+    sizes: tuple[str, str] = ("rows", "rows"),
+    ids: Mapping[str, Tensor | None] | None = None,
+    duplicates: str = "negative",
+    matches: Tensor | None = None,
+    invalid: str = "",
 ) -> Setup:
     """Check a call on all ranks.
 
     Args:
         name: name of the loss, for messages.
-        features: rows and columns, already checked on this rank.
+        rows, columns: features of this rank, [r, D] and [c, D].
         group: process group of the ring, or None.
-        options: the caller's options.
-        compared: {name: number} that must be equal on all ranks.
-        wrong: message about this rank's invalid values, or "".
+        options: fields of RingOptions.
+        sizes: names of r and c; r and c must be equal if the names are.
+        ids: {argument's name: int64 [c] or None}, see loss/duplicates.
+        duplicates: role of entries with an equal id.
+        matches: int64 [r], the column that matches each row; None: row i matches column i.
+        invalid: message about this rank's invalid values, or "".
 
     Raises:
-        ValueError: on every rank if ranks differ; on this rank for invalid values or options, or a missing group.
+        ValueError: on every rank if ranks differ; on this rank for invalid inputs or options, or a missing group.
     """
+    settings = RingOptions(**options)
+    compared = _check_features(name, rows, columns, sizes) | check_ids(name, len(columns), ids or {}, duplicates)
     group = checked_group(group)
-    tile = select_tile(features[0], tile=options.tile, tile_dtype=options.tile_dtype)
-    ring = _ring(group, options)
-    if options.workspace_bytes < 1:
-        raise ValueError(f"{name}: workspace_bytes {options.workspace_bytes} must be positive")
-    if options.compare_ranks:
-        wanted = gradients_wanted(features)
-        values: dict[str, int | torch.dtype] = {**compared, "ranks in a lap": ring.lap, "dtype": features[0].dtype}
-        values |= {"dtype of products": tile.operand_dtype, "tf32 products": tile.tf32}
-        values |= sides_wanted(wanted)
+    tile = select_tile(rows, tile=settings.tile, tile_dtype=settings.tile_dtype)
+    ring = _ring(group, settings)
+    if settings.workspace_bytes < 1:
+        raise ValueError(f"{name}: workspace_bytes {settings.workspace_bytes} must be positive")
+    # Ranks must agree on requires_grad: a side's gradient travels only if it is needed.
+    needs = (torch.is_grad_enabled() and rows.requires_grad, torch.is_grad_enabled() and columns.requires_grad)
+    if settings.compare_ranks:
+        compared |= {"ranks in a lap": ring.lap, "dtype": rows.dtype, "dtype of products": tile.operand_dtype}
+        compared |= {"tf32 products": tile.tf32, "validity of inputs": not invalid}
+        compared |= {"requires_grad of rows": needs[0], "requires_grad of columns": needs[1]}
         try:
-            ring.require_equal(name, values, features[0].device)
+            ring.require_equal(name, compared, rows.device)
         except ValueError as error:
-            raise ValueError(f"{error}; {wrong}" if wrong else str(error)) from None
-    if wrong:
-        raise ValueError(wrong)
-    return Setup(group, tile, options)
+            raise ValueError(f"{error}; {invalid}" if invalid else str(error)) from None
+    if invalid:
+        raise ValueError(invalid)
+    column_ids = [one.to(rows.device) for one in (ids or {}).values() if one is not None]
+    row_ids = column_ids if matches is None else [one[matches] for one in column_ids]
+    return Setup(group, tile, settings, find_duplicates(row_ids, column_ids, duplicates), needs)
 
 
 def _ring(group: dist.ProcessGroup | None, options: RingOptions) -> RingExchange:
     return RingExchange(group, ring=options.ring, ranks_per_node=options.ranks_per_node, overlap=options.ring_overlap)
 
 
-def check_features(
-    name: str, rows: Tensor, columns: Tensor, what: tuple[str, str] = ("rows", "rows")
-) -> dict[str, int]:
-    """Return {name: number} that must be equal on all ranks.
-
-    Raises:
-        ValueError: not floating point [r, D] and [c, D] of one dtype and device, or r != c where both names are equal.
-    """
+def _check_features(name: str, rows: Tensor, columns: Tensor, sizes: tuple[str, str]) -> dict[str, int | torch.dtype]:
+    """Return {name: number} that must be equal on all ranks. Raise ValueError for a wrong shape, dtype or device."""
     shapes = tuple(rows.shape), tuple(columns.shape)
+    one_shape = sizes[0] == sizes[1]
     two_dimensional = rows.ndim == columns.ndim == 2 and 0 not in shapes[0] + shapes[1]
-    if not two_dimensional or shapes[0][1] != shapes[1][1] or (what[0] == what[1] and shapes[0] != shapes[1]):
-        wanted = "of one shape [b, D]" if what[0] == what[1] else f"[{what[0]}, D] and [{what[1]}, D]"
+    if not two_dimensional or shapes[0][1] != shapes[1][1] or (one_shape and shapes[0] != shapes[1]):
+        wanted = "of one shape [b, D]" if one_shape else f"[{sizes[0]}, D] and [{sizes[1]}, D]"
         raise ValueError(f"{name} needs two sets of features {wanted}, not empty; got {shapes}")
     if rows.dtype != columns.dtype or not rows.is_floating_point():
         raise ValueError(f"{name} needs floating point features of one dtype; got {rows.dtype}, {columns.dtype}")
     if rows.device != columns.device:
         raise ValueError(f"{name} needs features on one device; got {rows.device}, {columns.device}")
-    return {what[0]: len(rows), what[1]: len(columns), "feature dimensions": shapes[0][1]}
-
-
-def gradients_wanted(inputs: Sequence[Tensor]) -> list[bool]:
-    """Return for each input whether this rank's backward pass will compute its gradient."""
-    return [torch.is_grad_enabled() and x.requires_grad for x in inputs]
-
-
-def sides_wanted(wanted: Sequence[bool]) -> dict[str, bool]:
-    """Return {name: requires_grad} of both sides. Ranks must agree: a side's gradient travels only if wanted."""
-    return {f"requires_grad of {side}": one for side, one in zip(("rows", "columns"), wanted)}
+    return {sizes[0]: len(rows), sizes[1]: len(columns), "feature dimensions": shapes[0][1]}
 
 
 def as_operand(features: Tensor, tile: Tile) -> Tensor:
@@ -160,17 +159,15 @@ def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
     Differentiable. Tensor values are not checked, because the host would wait for the GPU.
 
     Raises:
-        ValueError: not one number; or a Python number that is not finite or above 1e4, such as exp of a scale that is
-            not in log space.
+        ValueError: a tensor of several elements; or a Python number that is not finite or above 1e4, such as exp of a
+            scale that is not in log space.
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     if not isinstance(value, Tensor):
-        if not isinstance(value, SupportsFloat):
-            raise ValueError(f"logit_scale and logit_bias are a float or a tensor of one element, not {value!r}")
-        if not math.isfinite(value) or abs(float(value)) > LARGEST_SCALE:
+        if not abs(float(value)) <= _LARGEST_SCALE:  # NaN too
             raise ValueError(
                 f"logit_scale or logit_bias is {float(value):g}: it multiplies cosines (CLIP: exp of the learned "
-                f"parameter, at most 100), so a finite number up to {LARGEST_SCALE:g} is expected"
+                f"parameter, at most 100), so a finite number up to {_LARGEST_SCALE:g} is expected"
             )
         return torch.full((), float(value), dtype=dtype, device=features.device)
     if value.numel() != 1:
@@ -191,7 +188,7 @@ def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def refuse_double_backward(name: str) -> None:
+def reject_double_backward(name: str) -> None:
     """Raise RuntimeError in a backward pass under create_graph=True, where its result would be taken as a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} does not support double backward (create_graph=True): it has no second derivative")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infcl.loss import inf_cl
 from infcl.loss.duplicates import find_duplicates
-from infcl.loss.inputs import RingOptions, check_features, outside_graphs, scalar_like, set_up
+from infcl.loss.inputs import outside_graphs, scalar_like, set_up
 
 
 @outside_graphs
@@ -41,10 +41,9 @@ def nt_xent_loss(
     Raises:
         ValueError: as in `inf_cl_loss`.
     """
-    compared = check_features("nt_xent", first_views, second_views)
-    setup = set_up("nt_xent", (first_views, second_views), group, RingOptions(**options), compared=compared)
+    setup = set_up("nt_xent", first_views, second_views, group, options)
     rank = 0 if setup.group is None else dist.get_rank(setup.group)
     views, others = torch.cat([first_views, second_views]), torch.cat([second_views, first_views])  # [2b, D]
     own = torch.arange(rank * len(views), (rank + 1) * len(views), device=views.device)
-    left_out = find_duplicates([own], [own.roll(len(first_views))], views.device, "mask")
+    left_out = find_duplicates([own], [own.roll(len(first_views))], "mask")
     return inf_cl.differentiable(views, others, scalar_like(views, logit_scale), setup, duplicates=left_out)

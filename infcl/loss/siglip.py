@@ -20,18 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infcl.kernels import Tile
-from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates, travelling
+from infcl.loss.duplicates import Duplicates, travelling
 from infcl.loss.gradients import ring_gradients, row_products
-from infcl.loss.inputs import (
-    RingOptions,
-    Setup,
-    check_features,
-    gradients_wanted,
-    outside_graphs,
-    refuse_double_backward,
-    scalar_like,
-    set_up,
-)
+from infcl.loss.inputs import Setup, outside_graphs, reject_double_backward, scalar_like, set_up
 from infcl.loss.ring import RingExchange
 
 
@@ -67,23 +58,19 @@ def siglip_loss(
     Raises:
         ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
-    compared = check_features("siglip", image_features, text_features)
-    compared |= check_ids("siglip", len(image_features), {"image_ids": image_ids, "text_ids": text_ids}, duplicates)
-    setup = set_up("siglip", (image_features, text_features), group, RingOptions(**options), compared=compared)
-    ids = image_ids, text_ids
-    found = find_duplicates(ids, ids, image_features.device, duplicates)
+    ids = {"image_ids": image_ids, "text_ids": text_ids}
+    setup = set_up("siglip", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
     scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
-    needs = gradients_wanted((image_features, text_features))
-    return _SigLip.apply(image_features, text_features, *scalars, setup, found, needs)
+    return _SigLip.apply(image_features, text_features, *scalars, setup)
 
 
 class _SigLip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, image_features, text_features, scale, bias, setup: Setup, duplicates, needs):
+    def forward(ctx, image_features, text_features, scale, bias, setup: Setup):
         with torch.autocast(image_features.device.type, enabled=False):
             rows, columns = setup.operands(image_features, text_features)
             loss, *gradients = ring_pass(
-                rows, columns, scale, bias, *setup.of_a_pass(), duplicates=duplicates, needs=needs
+                rows, columns, scale, bias, *setup.of_a_pass(), duplicates=setup.duplicates, needs=setup.needs
             )
         ctx.save_for_backward(scale, *gradients)
         ctx.dtypes, ctx.rows = (image_features.dtype, text_features.dtype), len(rows)
@@ -91,7 +78,7 @@ class _SigLip(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        refuse_double_backward("siglip")
+        reject_double_backward("siglip")
         scale, *sides, d_scale, d_bias = ctx.saved_tensors
         factor = d_loss / ctx.rows
         # Not in place: with retain_graph another backward pass reads the gradients again.
@@ -99,7 +86,7 @@ class _SigLip(torch.autograd.Function):
             None if side is None else torch.mul(side, factor * scale, out=torch.empty_like(side, dtype=dtype))
             for side, dtype in zip(sides, ctx.dtypes)
         ]
-        return *sides, factor * d_scale, factor * d_bias, None, None, None
+        return *sides, factor * d_scale, factor * d_bias, None
 
 
 def ring_pass(
@@ -110,8 +97,9 @@ def ring_pass(
     ring: RingExchange,
     tile: Tile,
     workspace_bytes: int,
-    duplicates: Duplicates | None = None,
-    needs: Sequence[bool] = (True, True),
+    *,
+    duplicates: Duplicates | None,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Return the sum of the losses, its `ring_gradients` (without the factor scale), and the bias's gradient."""
     matched = row_products(rows, columns) * scale + bias

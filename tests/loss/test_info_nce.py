@@ -71,7 +71,7 @@ def _one_misplaced(rank, world_size):
 
 def test_a_positive_outside_on_one_rank_is_refused_on_every_rank():
     for rank, message in enumerate(run_ranks(_one_misplaced, 3)):
-        assert "place of positives (1: inside) on every rank; ranks 0.. have [1, 0, 1]" in message
+        assert "validity of inputs on every rank; ranks 0.. have [1, 0, 1]" in message
         assert ("positives are in 0..3; this rank's documents are 0..2" in message) == (rank == 1)
 
 
