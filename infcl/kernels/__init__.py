@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infcl.kernels.groups import Groups
-
-__all__ = ["TILES", "TILE_DTYPES", "WORKSPACE_BYTES", "Groups", "Tile", "select_tile"]
+from infcl.kernels import torch_tile
 
 TILES = ("auto", "torch", "triton")
 TILE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")
@@ -64,8 +62,6 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         tile = "triton" if features.is_cuda and tile_dtype != "fp64" else "torch"
     operand_dtype, tf32 = _OPERANDS[tile_dtype], tile_dtype == "tf32"
     if tile == "torch":
-        from infcl.kernels import torch_tile
-
         functions = (getattr(torch_tile, name) for name in Tile._fields[3:])
         return Tile("torch", operand_dtype, tf32, *functions)
     if tile_dtype == "fp64":

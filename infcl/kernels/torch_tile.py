@@ -10,8 +10,8 @@ gradients (backward). The r x c logits are computed in chunks, in a workspace of
     d_scale = (dS * (rows @ columns.T)).sum()
 
 `masked=True` excludes the entries (i, i), i < min(r, c): those of matches, which the losses add in float32 (reason in
-kernels/lse), or of features with themselves.
-`groups` selects further entries that are not plain negatives (kernels.Groups): they are excluded, or are positives.
+loss/inf_cl), or of features with themselves.
+`groups` selects further entries that are not plain negatives (Groups): they are excluded, or are positives.
 Low-precision features are converted chunk by chunk, so every sum is float32 or wider.
 Shapes: rows [r, D], columns [c, D]; scale, bias 0-dim; row statistics [r], column statistics [c].
 """
@@ -24,9 +24,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels.groups import Groups
-
 _TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
+
+
+class Groups(NamedTuple):
+    """Entries of a block pair that are not plain negatives, because their row and column share an id.
+
+        same[i, j] = any(rows[k, i] == columns[k, j] for k in kinds)            # [r, c], never formed
+
+    These entries are excluded from every sum, or they are positives. For positives the softmax's dS is reduced by
+    (row_weights[i] + column_weights[j]) / 2 (loss of the rows only: by row_weights[i]); the sigmoid has the sign +1.
+    """
+
+    rows: Tensor  # int32 [k, r], ids of one or two kinds (images, texts)
+    columns: Tensor  # int32 [k, c]
+    positive: bool = False
+    row_weights: Tensor | None = None  # f32 or wider [r]: 1 / number of positives of the row; for the softmax's dS
+    column_weights: Tensor | None = None  # [c], the same for columns; None: the loss of the rows only
+
+    def part(self, rows: slice, columns: slice) -> "Groups":
+        """Return the groups of some rows and columns of the block pair."""
+        weights = self.row_weights, self.column_weights
+        some = [None if w is None else w[side] for w, side in zip(weights, (rows, columns))]
+        return Groups(self.rows[:, rows], self.columns[:, columns], self.positive, *some)
 
 
 def softmax_forward(
@@ -86,7 +106,7 @@ def softmax_backward(
         row_lse, col_lse: LSE of the whole batch, [r] and [c]. Without col_lse the loss is that of the rows only:
             dS = exp(logits - row_lse[:, None]).
         d_rows, d_columns, d_scale: accumulators, float32 or wider, updated in place; None skips one.
-        groups: entries to exclude, or positives, whose dS is reduced as in kernels.Groups.
+        groups: entries to exclude, or positives, whose dS is reduced as in Groups.
     """
     for chunk in _chunks(rows, columns, workspace_bytes):
         cosines = chunk.row_features @ chunk.column_features.T

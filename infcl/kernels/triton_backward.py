@@ -36,11 +36,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.groups import Groups
-from infcl.kernels.shapes import ceil_div, chunk_shape
+from infcl.kernels.torch_tile import Groups
 from infcl.kernels.triton_exp2 import exp2, quotient, shared_exp2
 from infcl.kernels.triton_groups import ids_of, same_ids
-from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
+from infcl.kernels.triton_launch import aligned, chunk_shape, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_statistics import LOG2E, middle
 
 _LN2 = tl.constexpr(math.log(2))
@@ -145,7 +144,7 @@ def _accumulate(
                 column_slice = slice(j, min(j + width, len(columns)))
                 num_rows, num_columns = row_slice.stop - i, column_slice.stop - j
                 d_logits = workspace[:num_rows, :num_columns]
-                tiles = ceil_div(num_rows, launch["BLOCK_M"]) * ceil_div(num_columns, launch["BLOCK_N"])
+                tiles = triton.cdiv(num_rows, launch["BLOCK_M"]) * triton.cdiv(num_columns, launch["BLOCK_N"])
                 some = None if groups is None else groups.part(row_slice, column_slice)
                 row_dues, col_dues = _dues(some, scale)
                 for single in (True,) if row_lse is None else (True, False):

@@ -21,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.groups import Groups
-from infcl.kernels.shapes import ceil_div, row_splits
+from infcl.kernels.torch_tile import Groups
 from infcl.kernels.triton_groups import ids_of, same_kind
-from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, walked_dim
+from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, row_splits, walked_dim
 from infcl.kernels.triton_repair import repair
 from infcl.kernels.triton_statistics import LOG2E, finish, reference, squares
 
@@ -72,9 +71,9 @@ def _tile_sums(
     launch = launch_options(_LAUNCH, rows, tf32)
     row_operand, column_operand = aligned(rows), aligned(columns)
     num_rows, num_columns = len(rows), len(columns)
-    row_tiles, column_tiles = ceil_div(num_rows, launch["BLOCK_M"]), ceil_div(num_columns, launch["BLOCK_N"])
+    row_tiles, column_tiles = triton.cdiv(num_rows, launch["BLOCK_M"]), triton.cdiv(num_columns, launch["BLOCK_N"])
     chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows)))
-    chunks = ceil_div(column_tiles, chunk_tiles)
+    chunks = triton.cdiv(column_tiles, chunk_tiles)
     splits = row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
     row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
     chunk_sums = rows.new_empty(chunks, num_rows, dtype=torch.float32) if chunks > 1 else None
@@ -95,7 +94,7 @@ def _tile_sums(
             num_columns,
             first,
             splits,
-            ceil_div(row_tiles, splits),
+            triton.cdiv(row_tiles, splits),
             DIM=walked_dim(row_operand, launch),
             MASKED=masked,
             EDGE=num_columns % launch["BLOCK_N"] != 0,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.groups import Groups
+from infcl.kernels.torch_tile import Groups
 
 
 def ids_of(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, int, Tensor, int]:

@@ -1,10 +1,14 @@
-"""Shared parts of the Triton launches: block shapes by dtype, operands for tensor descriptors, multiprocessors."""
+"""Launches of the Triton kernels: operands for tensor descriptors, and the tiling of a pair of feature blocks."""
 
+import math
 from functools import cache
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
+
+_HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS
 
 
 def launch_options(table: dict[int, dict], features: Tensor, tf32: bool) -> dict:
@@ -28,3 +32,56 @@ def walked_dim(features: Tensor, launch: dict) -> int:
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+# ---- forward: statistics ----
+
+
+@cache
+def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
+    """Return the number of programs that share a column block, enough to fill the GPU evenly.
+
+    Prefers up to four if the cost is within 3%: fewer column blocks are then in use at a time and stay in the L2 cache.
+    """
+
+    def cost(splits: int) -> float:
+        """Return the tiles on the longest chain of programs; the start of a program costs a third of a tile."""
+        return triton.cdiv(column_tiles * splits, processors) * (triton.cdiv(row_tiles, splits) + 0.33)
+
+    candidates = range(1, min(row_tiles, 2 * processors) + 1)
+    best = min(candidates, key=cost)
+    return max((s for s in candidates if s <= 4 and cost(s) <= 1.03 * cost(best)), default=best)
+
+
+# ---- backward: dS and its two matmuls, a chunk at a time ----
+
+
+@cache
+def chunk_shape(num_rows: int, num_columns: int, dim: int, elements: int, processors: int) -> tuple[int, int]:
+    """Return height and width of the workspace (multiples of 128 and 256) with the lowest cost.
+
+    Candidates cut the blocks into equal chunks of at most `elements` entries, or 128 x 256 if none fits. They differ in
+    how evenly their three matmuls fill the GPU.
+
+    All three matmuls run in whole tiles, in waves of one tile per multiprocessor; a wave costs its depth. Computing dS
+    costs 330 more per wave, the start and end of a chunk 4000.
+    """
+
+    def waves(rows: int, columns: int) -> int:
+        return triton.cdiv(triton.cdiv(rows, _HEIGHT) * triton.cdiv(columns, _WIDTH), processors)
+
+    def cost(shape: tuple[int, int]) -> int:
+        height, width = shape
+        chunk = waves(height, width) * (dim + 330) + waves(height, dim) * width + waves(width, dim) * height + 4000
+        return triton.cdiv(num_rows, height) * triton.cdiv(num_columns, width) * chunk
+
+    side = max(1, math.isqrt(elements))
+    heights, widths = _even_pieces(num_rows, side, _HEIGHT), _even_pieces(num_columns, side, _WIDTH)
+    shapes = [(height, width) for height in heights for width in widths if height * width <= elements]
+    return min(shapes, key=cost, default=(_HEIGHT, _WIDTH))
+
+
+def _even_pieces(length: int, side: int, multiple: int) -> list[int]:
+    """Return sizes between 2/3 and 3/2 of `side` that cut a length into equal pieces, rounded up to a multiple."""
+    fewest, most = triton.cdiv(2 * length, 3 * side), triton.cdiv(3 * length, 2 * side)
+    return sorted({triton.cdiv(triton.cdiv(length, pieces), multiple) * multiple for pieces in range(fewest, most + 1)})

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.groups import Groups
-from infcl.kernels.shapes import ceil_div
+from infcl.kernels.torch_tile import Groups
 from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, launch_options, walked_dim
 from infcl.kernels.triton_statistics import LOG2E
@@ -49,7 +48,7 @@ def repair(
         (row_lse, *sides, *ids),
         (col_lse, *reversed(sides), *ids[2:], *ids[:2]),
     ):
-        _repair_kernel[(ceil_div(len(lse), block[0]),)](
+        _repair_kernel[(triton.cdiv(len(lse), block[0]),)](
             own,
             other,
             scale,

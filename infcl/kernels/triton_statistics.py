@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.shapes import ceil_div
-
 LOG2E = tl.constexpr(math.log2(math.e))
 _HEADROOM = tl.constexpr(96.0)  # sums of up to 2^30 terms of at most 2^96 stay below 2^127
 _SMALLEST_SUM = tl.constexpr(2.0**-76)  # terms that underflow (below 2^-126) are at most 2^-50 of it
@@ -34,7 +32,7 @@ def squares(rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
     count, dim, block = max(len(rows), len(columns)), rows.shape[1], 8
     row_square, col_square = rows.new_empty(2, count, dtype=torch.float32)
     matched = rows.new_empty(count, dtype=torch.float32)  # separate memory: it outlives the others
-    _squares_kernel[(ceil_div(count, block),)](
+    _squares_kernel[(triton.cdiv(count, block),)](
         rows,
         columns,
         scale,
@@ -118,7 +116,7 @@ def finish(row_partial: Tensor, col_partial: Tensor, reference: Tensor) -> tuple
     """
     num_rows, num_columns, block = row_partial.shape[1], col_partial.shape[1], 128
     row_lse, col_lse = row_partial.new_empty(num_rows), col_partial.new_empty(num_columns)
-    _finish_kernel[(ceil_div(num_rows, block) + ceil_div(num_columns, block),)](
+    _finish_kernel[(triton.cdiv(num_rows, block) + triton.cdiv(num_columns, block),)](
         row_partial,
         col_partial,
         reference,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infcl.kernels import Groups
+from infcl.kernels.torch_tile import Groups
 
 DUPLICATES = ("negative", "mask", "positive")
 _DIMS = 256  # feature dimensions summed at a time, which bounds the float32 temporaries

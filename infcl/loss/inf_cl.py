@@ -13,6 +13,15 @@ Images (rows) stay. Texts (columns) travel with their column statistics, so each
 Forward: W - 1 hops of b*D operands, W hops of b float32. Backward: W - 1 hops of b*D operands and b float32, W hops of
 b*D float32 gradients. There is no all-gather of features and no tensor of size b x b.
 
+Row i has a matched logit s, and the log-sum-exp (LSE) o over all other logits: the tiles exclude matches. Then
+
+    cross entropy    log(exp(o) + exp(s)) - s = softplus(o - s)                 # l >= 0 in spite of rounding
+    LSE of all       s + l
+    dS at the match  exp(s) / (exp(o) + exp(s)) - 1 = expm1(-l)
+
+l is a float32 function of the difference o - s. Late in training the match dominates the LSE of all, and subtracting
+one from the other would cancel. The dominant entry of dS, at the match, is never rounded to half precision.
+
 Gradient scaling: a rank's loss is the mean over its own rows and columns. The mean of the ranks' gradients is the
 gradient of the global mean loss, for features and logit_scale. DDP, ZeRO and Megatron's data parallelism compute this
 mean (open_clip: --local-loss --gather-with-grad).
@@ -25,10 +34,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels import Groups, Tile
-from infcl.kernels.lse import cross_entropies, merge_lse
+from infcl.kernels import Tile
+from infcl.kernels.torch_tile import Groups
 from infcl.loss.duplicates import Duplicates, sum_positives, travelling
 from infcl.loss.gradients import ring_gradients, row_products, scaled_sides
 from infcl.loss.inputs import Setup, outside_graphs, reject_double_backward, scalar_like, set_up
@@ -196,6 +206,26 @@ def ring_backward(
     return ring_gradients(
         add_tile, rows, columns, slopes, ring, matches=matches, with_columns=with_columns, needs=needs
     )
+
+
+def merge_lse(total: Tensor, part: Tensor) -> Tensor:
+    """Compute `log(exp(total) + exp(part))` in place in `total`, and return it; both float32 or wider, of one shape.
+
+    It never overflows and is never below either input. -inf (an empty part) is the neutral element (Inf-CL, Eq. 4, with
+    the initial value -inf that it needs).
+    """
+    return torch.logaddexp(total, part, out=total)
+
+
+def cross_entropies(others_lse: Tensor, matched: Tensor) -> Tensor:
+    """Return the losses l >= 0, of the shape of `others_lse`; NaN where a matched logit is not finite.
+
+    Args:
+        others_lse: LSE over all logits except the match, [b] or [2, b], float32 or wider.
+        matched: matched logits, [b].
+    """
+    difference = torch.sub(others_lse, matched).add_(matched, alpha=0)
+    return F.softplus(difference, threshold=50)
 
 
 def _entries_of(matches: Tensor, count: int) -> Groups:

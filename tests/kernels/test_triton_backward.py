@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl.kernels.shapes import chunk_shape
+from infcl.kernels.triton_launch import chunk_shape
 
 
 @pytest.mark.parametrize("dim", [24, 512, 768, 1024])

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from infcl.kernels.lse import cross_entropies, merge_lse
+from infcl.loss.inf_cl import cross_entropies, merge_lse
 
 
 def test_merged_parts_equal_the_log_sum_exp_of_the_whole():
