@@ -21,7 +21,7 @@ import torch
 from infcl.config.checks import is_table
 from infcl.data.captions import decode_caption, parse_json
 from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_image, reject_damage
-from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
 from infcl.data.records import BadSample, Record
 from infcl.data.shards import expand_shards
 from infcl.data.storage import ShardFault, open_lines
@@ -32,7 +32,6 @@ from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
-_MAX_TEXT_BYTES = 1 << 20  # per text member, which may have many captions
 
 
 class EvalSample(NamedTuple):
@@ -106,6 +105,8 @@ class EvalSamples(ABC):
         """Return (key, record) of all samples, the same on every rank."""
 
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
+        if record.fault is not None:
+            return BadSample(record.fault.cause, str(record.fault))
         try:
             image = self._pixels(self._bytes(record))
             metadata = parse_json(record.json) if record.json is not None else {}
@@ -126,7 +127,7 @@ class EvalSamples(ABC):
         """Return the caption under the given keys, else under the default keys, else ""."""
         for keys in (self.keys, DEFAULT_KEYS):
             with contextlib.suppress(BadSample):
-                return decode_caption(record, keys, max_bytes=_MAX_TEXT_BYTES)[0]
+                return decode_caption(record, keys, max_bytes=MAX_TEXT_BYTES)[0]
         return ""
 
 

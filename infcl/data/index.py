@@ -11,9 +11,10 @@ Why: with offsets, one `pread` reads any sample. An epoch can then be a permutat
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_off
 ABSENT = -1  # offset and length of a member that the sample does not have
 MAX_IMAGE_BYTES = 256 << 20  # larger image members are rejected without reading them
 MAX_JSON_BYTES = 1 << 20  # larger json members are treated as absent
+MAX_TEXT_BYTES = 1 << 20  # read of a text member, which may have many captions
 _FORMAT = "infcl-index-4"
 _MAX_HEADER = 1 << 20  # bytes of a sidecar's first line
 SIDECAR = ".infcl.idx"  # other programs use .idx and .tar.idx
@@ -67,11 +69,10 @@ class SampleKeys:
 DEFAULT_KEYS = SampleKeys()
 
 
-@dataclass(frozen=True)
-class ShardIndex:
+class ShardIndex(NamedTuple):
     """The index of one shard.
 
-    Args:
+    Attributes:
         members: int64 [samples, 6], see COLUMNS.
         rejected: cause -> number of samples left out.
         damage: description of the tar's damage, or None.
@@ -88,60 +89,81 @@ class ShardIndex:
     bad_keys: dict[str, list[str]]
 
 
-def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_STORAGE) -> ShardIndex:
-    """Index one tar from its headers. Raises ShardFault if it cannot be read, ValueError if it is compressed."""
-    members = (keys.image.lower().split(";"), keys.text.lower().split(";"), ["json"])
-    places = {extension: (kind, i) for kind in (2, 1, 0) for i, extension in [*enumerate(members[kind])][::-1]}
-    rows: dict[str, list[int]] = {}  # COLUMNS, then the rank of the alternative of each of the three members
-    rejected = dict.fromkeys(("no_image", "no_caption", "duplicate_member", "image_file_too_large", "dotted_name"), 0)
+class SampleMembers(NamedTuple):
+    """The members of every sample of a tar.
+
+    Attributes:
+        rows: key of the sample -> offsets and lengths, see COLUMNS; in the order of the tar.
+        bad_keys: cause -> keys of samples that lost a member ("duplicate_member", "dotted_name").
+        damage: description of the tar's damage, or None.
+    """
+
+    rows: dict[str, list[int]]
+    bad_keys: dict[str, list[str]]
+    damage: str | None
+
+
+def find_samples(pread: Callable[[int, int], bytes], file_bytes: int, path: str, keys: SampleKeys) -> SampleMembers:
+    """Group the members of a tar by sample, from their headers.
+
+    Args:
+        pread: (size, offset) -> bytes of the tar.
+        file_bytes: size of the tar.
+        path: path or url of the tar, for messages.
+        keys: which members form a sample.
+
+    Raises:
+        ValueError: the tar is compressed.
+    """
+    if pread(3, 0) in (b"\x1f\x8b\x08", b"BZh", b"\xfd7z"):
+        raise ValueError(f"{path} is compressed: unpack it, or read it through a pipe ('pipe:zcat FILE')")
+    wanted = (keys.image.lower().split(";"), keys.text.lower().split(";"), ["json"])
+    kinds = {extension: (kind, i) for kind in (2, 1, 0) for i, extension in [*enumerate(wanted[kind])][::-1]}
+    rows: dict[str, list[int]] = {}
+    used: dict[str, list[int]] = {}  # which of the alternatives each of the three members of a sample is
+    bad_keys: dict[str, list[str]] = {"duplicate_member": [], "dotted_name": []}
     dotted: tuple[set[str], set[str]] = set(), set()  # names of images and captions with a second dot: a.5x.jpg
     damage: list[str] = []
-    bad_keys: dict[str, list[str]] = {}
+    for name, offset, size in tar_members(pread, file_bytes, damage):
+        key, extension = split_name(name)
+        if extension not in kinds:
+            inner, _, last = extension.rpartition(".")
+            if inner and last in kinds:
+                dotted[kinds[last][0] > 0].add(f"{key}.{inner}")
+            continue
+        kind, alternative = kinds[extension]
+        row, found = rows.setdefault(key, [ABSENT] * 6), used.setdefault(key, [ABSENT] * 3)
+        if found[kind] == alternative:
+            bad_keys["duplicate_member"].append(key)
+        elif (found[kind] == ABSENT or alternative < found[kind]) and (kind != 2 or size <= MAX_JSON_BYTES):
+            row[2 * kind : 2 * kind + 2], found[kind] = (offset, size), alternative
+    bad_keys["dotted_name"] += sorted(dotted[0] & dotted[1])
+    what = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
+    return SampleMembers(rows, bad_keys, what or None)
 
-    def reject(cause: str, key: str) -> None:
-        rejected[cause] += 1
-        if len(shown := bad_keys.setdefault(cause, [])) < _SHOWN_KEYS:
-            shown.append(key[:_SHOWN_CHARACTERS])
 
+def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_STORAGE) -> ShardIndex:
+    """Index one tar from its headers. Raises ShardFault if it cannot be read, ValueError if it is compressed."""
     file = retry(lambda: open_shard(path, storage), path, storage)
     try:
         pread = _ReadAhead(file, path, storage) if is_remote(path) else file.pread
-        if pread(3, 0) in (b"\x1f\x8b\x08", b"BZh", b"\xfd7z"):
-            raise ValueError(
-                f"{path} is compressed and cannot be read at random: unpack it, or use --dataset-type streaming"
-            )
-        for name, offset, size in tar_members(pread, file.file_bytes, damage):
-            key, extension = split_name(name)
-            if extension not in places:
-                inner, _, last = extension.rpartition(".")
-                if inner and last in places:
-                    dotted[places[last][0] > 0].add(f"{key}.{inner}")
-                continue
-            kind, alternative = places[extension]
-            row = rows.setdefault(key, [ABSENT] * 9)
-            if row[6 + kind] == alternative:
-                reject("duplicate_member", key)
-            elif row[6 + kind] == ABSENT or alternative < row[6 + kind]:
-                if kind != 2 or size <= MAX_JSON_BYTES:
-                    row[2 * kind : 2 * kind + 2], row[6 + kind] = (offset, size), alternative
+        rows, bad_keys, damage = find_samples(pread, file.file_bytes, path, keys)
     finally:
         file.close()
-    for key in sorted(dotted[0] & dotted[1]):
-        reject("dotted_name", key)
     usable = []
     for key, row in rows.items():
         if row[0] == ABSENT:
-            reject("no_image", key)
+            bad_keys.setdefault("no_image", []).append(key)
         elif row[2] == row[4] == ABSENT:
-            reject("no_caption", key)
+            bad_keys.setdefault("no_caption", []).append(key)
         elif row[1] > MAX_IMAGE_BYTES:
-            reject("image_file_too_large", key)
+            bad_keys.setdefault("image_file_too_large", []).append(key)
         else:
-            usable.append(row[:6])
+            usable.append(row)
     table = np.array(usable, dtype=np.int64).reshape(-1, 6)
-    says = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
-    counts = {cause: count for cause, count in rejected.items() if count}
-    return ShardIndex(table, counts, says or None, file.file_bytes, file.version, bad_keys)
+    counts = {cause: len(found) for cause, found in bad_keys.items() if found}
+    shown = {cause: [key[:_SHOWN_CHARACTERS] for key in bad_keys[cause][:_SHOWN_KEYS]] for cause in counts}
+    return ShardIndex(table, counts, damage, file.file_bytes, file.version, shown)
 
 
 def ensure_index(

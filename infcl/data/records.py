@@ -134,7 +134,7 @@ class ShardReader:
             try:
                 file, members = self._file(i)
                 wanted = [member for row in members[rows].tolist() for member in self._members_of(row, images)]
-                data = _read_all(file, wanted, path)
+                data = read_members(file, wanted, path)
                 if file.changed():
                     raise ShardFault("shard_changed", f"{path} changed during the run")
                 return data
@@ -190,7 +190,7 @@ class ShardReader:
             return members
 
 
-def _read_all(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> list[bytes | None]:
+def read_members(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> list[bytes | None]:
     """Return the bytes of each (offset, size), or None if absent. Adjacent ranges are read with one call."""
     result: list[bytes | None] = [None] * len(wanted)
     order = sorted((i for i, (offset, _) in enumerate(wanted) if offset != ABSENT), key=lambda i: wanted[i])

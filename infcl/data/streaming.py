@@ -1,46 +1,39 @@
-"""The streaming reader: webdataset's own pipeline, for storage that cannot seek (`pipe:`, http) and for evaluation.
+"""The streaming reader: shards front to back, for storage without random access (`pipe:`, http) and for evaluation.
 
 For training, (seed, epoch) determines the order of the shards. They are split over ranks x workers, streamed, and
 shuffled in a seeded buffer. A remote shard is spooled to local disk before its first sample is used. A transfer that
-breaks off, stalls or has the wrong length is therefore repeated, and no sample of it is used.
+breaks off, stalls or has the wrong length is therefore repeated, and no sample of it is used. The members of a shard
+are found as in the indexed reader (index.find_samples), so damage costs the same samples.
 
 Unlike the indexed reader, this one does not have:
 - an exact resume inside an epoch: it starts at about the shard of that step and yields the remaining number of steps;
 - each sample exactly once per epoch: a rank that finishes its shards early reads them again, so that all ranks make
   the same number of steps;
 - independence of the number of workers.
-
-webdataset's decoders are never used, because they unpickle; see samples.py.
 """
 
 import hashlib
 import json
-import os
 import random
-import re
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
 from infcl.config import counted
 from infcl.data.config import DataConfig
-from infcl.data.index import MAX_IMAGE_BYTES, SIDECAR, SampleKeys, scan_shard, split_name
+from infcl.data.index import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, SIDECAR, SampleKeys, find_samples
 from infcl.data.plan import Share, random_order
-from infcl.data.records import BadSample, Record
+from infcl.data.records import BadSample, Record, read_members
 from infcl.data.remote import local_copy
 from infcl.data.samples import ReadLog, SampleDecoder
 from infcl.data.shards import find_shards
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular
+from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, StorageOptions, is_remote, open_regular, retry
 from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
 
-_MAX_NAME = 4096  # characters of a member's name; webdataset's grouping is slow on longer ones
-_META = re.compile(r"__[^/]*__($|/)")  # metadata members of webdataset
-_MAX_EXTENDED_HEADER = 1 << 20  # bytes of a PAX header or of a GNU long name, which tarfile reads into memory
-_MAX_EXPANSION, _SMALLEST_LIMIT = 100, 1 << 30  # limits when a shard is decompressed: ratio, bytes
 _MAX_COUNTS = 64 << 20  # bytes read of a file with sample counts
 _SHUFFLE_BUFFER = 2048  # undecoded samples
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than that stop the run
@@ -63,80 +56,34 @@ def stream_records(
         storage: time-outs, attempts and the spool.
         on_part: called with the number of each shard before it is read.
     """
-    from webdataset.tariterators import group_by_keys
-
-    images, texts = keys.image.lower().split(";"), keys.text.lower().split(";")
-    wanted = {*images, *texts, "json"}
-    current, damaged = "", set()
-
-    def select(name: str) -> bool:
-        return len(name) <= _MAX_NAME and split_name(name)[1] in wanted and not _META.match(name)
-
-    def handler(error: Exception) -> bool:
-        if current not in damaged:  # damaged shards are already reported, with a clearer message
-            failed("damaged_shard", current, error)
-        return True
-
-    def opened() -> Iterator[BinaryIO]:
-        nonlocal current
-        for number, current in enumerate(urls):
-            on_part(number)
+    for number, url in enumerate(urls):
+        on_part(number)
+        try:
+            path = local_copy(url, storage)
+            file = retry(partial(LocalFile, path), url, storage)
             try:
-                path = local_copy(current, storage)
-                if damage := _damage(path, keys):  # tarfile stops silently at damage
-                    damaged.add(current)
-                    failed("damaged_shard", current, ValueError(f"{current}: {damage}"))
-                with open(path, "rb", opener=open_regular) as stream:
-                    yield stream
-            except ShardFault as fault:
-                failed(fault.cause, current, fault)
-            except OSError as error:
-                failed("shard_unreadable", current, error)
-
-    def members() -> Iterator[dict[str, Any]]:
-        for stream in opened():
-            try:
-                tar = tarfile.open(fileobj=stream, mode="r|*", tarinfo=_BoundedHeader)
-                most = max(_SMALLEST_LIMIT, _MAX_EXPANSION * os.fstat(stream.fileno()).st_size)
-                for info in tar:
-                    if info.offset_data + info.size > most:  # before tarfile skips it
-                        raise tarfile.ReadError(f"{current}: more than {most / 1e9:.3g} GB, unpacked")
-                    if info.isreg() and select(info.name):
-                        if info.size > MAX_IMAGE_BYTES:
-                            what = f"{current}: {ascii(info.name)} has {info.size} bytes, {MAX_IMAGE_BYTES} allowed"
-                            failed("image_file_too_large", current, ValueError(what))
-                        elif file := tar.extractfile(info):
-                            yield {"fname": info.name, "data": file.read(), "__url__": current}
-                    tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all in memory
-            except Exception as error:  # tarfile raises many types on damage
-                handler(error)
-            yield {}  # ends the last sample: the next shard may begin with the same key
-
-    for sample in group_by_keys(members(), handler=handler):
-        image = next((sample[e] for e in images if e in sample), None)
-        text = next((sample[e] for e in texts if e in sample), None)
-        key = sample["__key__"].encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
-        url = sample["__url__"]
-        yield key, Record(image, text, sample.get("json"), f"{url} {key}", url)
+                rows, _, damage = find_samples(file.pread, file.file_bytes, url, keys)
+                if damage:
+                    failed("damaged_shard", url, ValueError(f"{url}: {damage}"))
+                for key, row in rows.items():
+                    name = key.encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
+                    yield name, _read_record(file, row, name, url)
+            finally:
+                file.close()
+        except ShardFault as fault:
+            failed(fault.cause, url, fault)
+        except OSError as error:
+            failed("shard_unreadable", url, error)
+        except ValueError as error:  # compressed
+            failed("damaged_shard", url, error)
 
 
-class _BoundedHeader(tarfile.TarInfo):
-    """A tar header of bounded size: an extended header above the limit marks the shard as damaged."""
-
-    _EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type in self._EXTENDED and self.size > _MAX_EXTENDED_HEADER:
-            raise tarfile.ReadError(f"a header of {self.size} bytes, {_MAX_EXTENDED_HEADER} allowed")
-        return super()._proc_member(archive)  # type: ignore[misc]
-
-
-def _damage(path: str, keys: SampleKeys) -> str | None:
-    """Return the damage of a tar, or None if it is intact or compressed."""
-    try:
-        return scan_shard(path, keys).damage
-    except ValueError:  # compressed: damage shows only when it is read
-        return None
+def _read_record(file: LocalFile, row: list[int], key: str, url: str) -> Record:
+    members, where = [(row[0], row[1]), (row[2], min(row[3], MAX_TEXT_BYTES + 1)), (row[4], row[5])], f"{url} {key}"
+    if row[1] > MAX_IMAGE_BYTES:
+        fault = ShardFault("image_file_too_large", f"{row[1]} bytes, {MAX_IMAGE_BYTES} allowed")
+        return Record(None, None, None, where, url, fault)
+    return Record(*read_members(file, members, url), where, url)
 
 
 class StreamingDataset(torch.utils.data.IterableDataset):
@@ -266,50 +213,31 @@ def known_samples(shards: Sequence[str]) -> int | None:
     """Return the number of samples in all shards from the files next to them, or None if a count is unknown.
 
     The count of a local shard comes from the first of: its index (`SHARD.tar.infcl.idx`), `sizes.json` in its folder
-    ({file: number}), img2dataset's `SHARD_stats.json` ("successes"). If a count is missing and the shards are all tars
-    of one folder, the total comes from the file `__len__` in that folder.
+    ({file: number}), img2dataset's `SHARD_stats.json` ("successes").
     """
     if any(is_remote(shard) for shard in shards):
         return None
-    paths = [Path(shard) for shard in shards]
+    paths, total = [Path(shard) for shard in shards], 0
     sizes = {folder: _read_json(folder / "sizes.json") for folder in {path.parent for path in paths}}
-    counts = [_known_of_shard(path, sizes[path.parent]) for path in paths]
-    if None not in counts:
-        return sum(cast(list[int], counts))
-    folder = paths[0].parent
-    if {path.parent for path in paths} == {folder} and len(set(paths)) == len(list(folder.glob("*.tar"))):
-        return _as_count(_read(folder / "__len__").strip())
-    return None
+    for path in paths:
+        counts = (
+            _read_json(Path(f"{path}{SIDECAR}")).get("samples"),
+            sizes[path.parent].get(path.name),
+            _read_json(Path(f"{str(path).removesuffix('.tar')}_stats.json")).get("successes"),
+        )
+        count = next((int(value) for value in counts if str(value).isdigit()), None)
+        if count is None:
+            return None
+        total += count
+    return total
 
 
-def _known_of_shard(path: Path, sizes: dict) -> int | None:
-    found = (
-        _read_json(Path(f"{path}{SIDECAR}"), first_line=True).get("samples"),
-        sizes.get(path.name),
-        _read_json(Path(f"{str(path).removesuffix('.tar')}_stats.json")).get("successes"),
-    )
-    return next((count for value in found if (count := _as_count(value)) is not None), None)
-
-
-def _as_count(value: Any) -> int | None:
-    if isinstance(value, (str, bytes)):
-        return int(value) if value.isdigit() else None
-    return int(value) if isinstance(value, (int, float)) else None
-
-
-def _read_json(path: Path, *, first_line: bool = False) -> dict:
-    data = _read(path)
-    try:
-        value = json.loads(data.partition(b"\n")[0] if first_line else data)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _read(path: Path) -> bytes:
-    """Return the first 64 MiB of a file, or b"" if it cannot be read."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file or of its first line (an index), {} if there is none."""
     try:
         with open(path, "rb", opener=open_regular) as file:
-            return file.read(_MAX_COUNTS)
-    except (OSError, ShardFault):
-        return b""
+            data = file.read(_MAX_COUNTS)
+        value = json.loads(data.partition(b"\n")[0] if path.name.endswith(SIDECAR) else data)
+    except (OSError, ShardFault, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -134,8 +134,6 @@ def test_sizes_are_found_beside_the_shards(tmp_path):
     folder = write_shards(tmp_path / "a", [3, 4])
     shards = expand_shards(folder)
     assert known_samples(shards) is None and known_samples(["pipe:cat x"]) is None
-    (tmp_path / "a" / "__len__").write_text("7\n")
-    assert known_samples(shards) == 7 and known_samples(shards[:1]) is None
     for i, successes in enumerate((30, 40)):
         (tmp_path / "a" / f"{i:05d}_stats.json").write_text(json.dumps({"count": 99, "successes": successes}))
     assert known_samples(shards) == 70 and known_samples(shards[1:]) == 40
