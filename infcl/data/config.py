@@ -19,8 +19,7 @@ class DataConfig:
 
     Args:
         urls: shards as for `shards.expand_shards`, or tables as for `table.TableReader`.
-        dataset_type: "webdataset" or "csv".
-        reader: "indexed" (exact) or "streaming" (streaming.py lists its limitations).
+        dataset_type: "webdataset", "csv", or "streaming" (streaming.py lists its limitations).
         keys: which members of a shard form a sample.
         columns: which columns of a table form a sample.
         limits: which images are rejected by their header.
@@ -33,13 +32,11 @@ class DataConfig:
         max_missing_shards: fraction of the shards that may be missing at the start.
         max_bad_fraction: fraction of bad samples above which the run stops.
         workers: worker processes per rank; with 0, the rank itself reads.
-        prefetch_factor: micro-batches that each worker reads ahead.
         timeout: seconds without a micro-batch after which the run stops.
     """
 
     urls: str | Sequence[str]
     dataset_type: str = "webdataset"
-    reader: str = "indexed"
     keys: SampleKeys = DEFAULT_KEYS
     columns: TableColumns = DEFAULT_COLUMNS
     limits: ImageLimits = DEFAULT_LIMITS
@@ -52,17 +49,11 @@ class DataConfig:
     max_missing_shards: float = 0.0
     max_bad_fraction: float = 0.01
     workers: int = 4
-    prefetch_factor: int = 4
     timeout: float = 600.0
 
     def __post_init__(self):
-        if self.dataset_type not in ("webdataset", "csv"):
-            raise ValueError(f"dataset_type is 'webdataset' or 'csv', not {self.dataset_type!r}")
-        if self.reader not in ("indexed", "streaming"):
-            raise ValueError(f"reader is 'indexed' or 'streaming', not {self.reader!r}")
-        if self.reader == "streaming" and (self.dataset_type == "csv" or self.upsampling_factors is not None):
-            raise ValueError("csv tables and upsampling factors need the indexed reader, not the streaming one")
-
+        if self.dataset_type == "streaming" and self.upsampling_factors is not None:
+            raise ValueError("upsampling factors need --dataset-type webdataset, not streaming")
         if self.dataset_type == "csv" and self.texts.needs_json:
             raise ValueError("csv tables have no json: --negatives-key and --duplicates-by key:NAME need shards")
 
@@ -72,8 +63,7 @@ class DataConfig:
         assert config.train_data is not None, "checked with the flags"
         return cls(
             config.train_data,
-            dataset_type="csv" if config.dataset_type == "csv" else "webdataset",
-            reader="streaming" if config.dataset_type == "streaming" else "indexed",
+            dataset_type=config.dataset_type,
             keys=SampleKeys(config.image_key, config.text_key, config.json_text_key, tuple(config.json_text_key_probs)),
             columns=columns_of(config),
             limits=limits_of(config, DEFAULT_LIMITS),

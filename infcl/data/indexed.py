@@ -7,37 +7,21 @@ micro-batch has its full shape on every rank. The log of skipped samples is retu
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from infcl.data.config import DataConfig
-from infcl.data.index import SampleKeys
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
-from infcl.data.records import BadSample, Record
-from infcl.data.samples import ReadLog, SampleDecoder
-from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
+from infcl.data.records import BadSample, Record, ShardReader
+from infcl.data.samples import SampleDecoder
+from infcl.data.table import TableReader
+from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_dataloader
 
 _log = logging.getLogger(__name__)
+Collection = ShardReader | TableReader
 _ATTEMPTS = 8  # samples tried for one position before the data is declared unusable
-
-
-class Collection(Protocol):
-    """Samples that can be read at random: shards (records.ShardReader) or a table of files (table.TableReader)."""
-
-    keys: SampleKeys
-    counts: np.ndarray  # int64 [parts]: samples per part; global sample numbers continue from part to part
-    factors: np.ndarray  # float [parts]: how often an epoch contains each part
-    sha256: str
-    found: dict[str, int]  # counts of problems known before the first read
-    warnings: list[str]
-    if_empty: str  # hint if there are no samples
-
-    def read(self, samples: np.ndarray, *, on_part: Callable[[int], None]) -> list[Record]: ...
-
-    def name_of(self, part: int) -> str: ...
 
 
 class IndexedDataset:
@@ -107,18 +91,12 @@ class PlanSampler:
             yield epoch, start, plan.samples(start, start + self.share.rows)
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """Source on a DataLoader over the plan. Workers persist; a new epoch or a resume only resets the sampler."""
 
     repeats = True
 
-    def __init__(
-        self,
-        collection: Collection,
-        data: DataConfig,
-        decoder: SampleDecoder,
-        share: Share,
-    ):
+    def __init__(self, collection: Collection, data: DataConfig, decoder: SampleDecoder, share: Share):
         num_samples = data.num_samples
         total, where = epoch_size(collection.counts, collection.factors), str(collection)
         self.found, self.about = collection.found, str(collection)
@@ -136,9 +114,8 @@ class IndexedSource:
         self._loader = make_dataloader(
             self._dataset,
             num_workers=data.workers,
-            prefetch_factor=data.prefetch_factor,
             item_bytes=decoder.batch_bytes(share.rows),
-            timeout=data.timeout if data.workers else 0,
+            timeout=data.timeout,
             sampler=self._sampler,
             persistent_workers=data.workers > 0,
         )
@@ -146,9 +123,7 @@ class IndexedSource:
             for line in collection.warnings:
                 _log.warning("%s", line)
 
-    def micro_batches(
-        self, epoch: int, step: int, again: range = range(0)
-    ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         self._sampler.start, self._sampler.again = (epoch, step), again
         return self.board.watch(self._loader)
 

@@ -20,21 +20,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from infcl.data.config import DataConfig
-from infcl.data.indexed import Collection, IndexedSource
+from infcl.data.indexed import IndexedSource
 from infcl.data.plan import Share
 from infcl.data.records import BadSample, ShardReader
-from infcl.data.samples import ReadLog, SampleDecoder
+from infcl.data.samples import SampleDecoder
 from infcl.data.shards import load_manifest
 from infcl.data.streaming import StreamingSource
 from infcl.data.table import TableReader
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TrainTransform
-from infcl.data.workers import WorkerBoard
+from infcl.data.workers import ReadLog, Source
 
 _log = logging.getLogger(__name__)
 
@@ -50,35 +50,6 @@ class TooManyBadSamples(RuntimeError):
 
     The message is one line, then a table of causes.
     """
-
-
-class Source(Protocol):
-    """The reader behind a loader.
-
-    Attributes: found (counts of problems known before the first read), sha256 (identifies the data), about (describes
-    its size), repeats (whether micro-batches can be read a second time).
-    """
-
-    num_samples: int
-    steps_per_epoch: int
-    sha256: str
-    about: str
-    found: dict[str, int]
-    board: WorkerBoard
-    repeats: bool
-
-    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
-        """Return this rank's micro-batches from `step` to the end of `epoch`, in order, each with its log.
-
-        After the M micro-batches of a step, those whose index is in `again` come a second time, bit-identical. Only a
-        source that `repeats` supports that.
-        """
-
-    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
-        """Return the micro-batch that starts at position `first` and consists of the samples `ids`.
-
-        Only a source that `repeats` supports this. Raises BadSample if one of the samples cannot be used any more.
-        """
 
 
 _MEANT = {  # explains a value of the fingerprint that differs from the run's
@@ -283,7 +254,7 @@ class TrainLoader(StepLoader):
         transform = TrainTransform(image_size, **data.aug)
         decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=data.keys, limits=data.limits, texts=data.texts)
         source: Source
-        if data.reader == "streaming":
+        if data.dataset_type == "streaming":
             source = StreamingSource(data, decoder, share)
         else:
             source = IndexedSource(_collection(data, share), data, decoder, share)
@@ -292,7 +263,7 @@ class TrainLoader(StepLoader):
         )
 
 
-def _collection(data: DataConfig, share: Share) -> Collection:
+def _collection(data: DataConfig, share: Share) -> ShardReader | TableReader:
     if data.dataset_type == "csv":
         return TableReader(data.urls, columns=data.columns, factors=data.upsampling_factors, storage=data.storage)
     manifest = load_manifest(

@@ -4,11 +4,10 @@ Local files are opened in place, and http(s) urls are read by range requests. `p
 fsspec handles all other urls. A url without random access (a pipe, a server that ignores ranges) is opened as a local
 copy in the spool. A transfer that stalls, or is slower than 16 KB/s, raises TimeoutError; storage.retry tries again.
 
-http(s) uses the standard library instead of fsspec. If a server ignores the range, fsspec reads a full shard into
-memory. It also reports every failure as a missing file, and hides the file size and tag in each response.
+http(s) uses urllib3 instead of fsspec. If a server ignores the range, fsspec reads a full shard into memory. It also
+reports every failure as a missing file, and hides the file size and tag in each response.
 """
 
-import http.client
 import os
 import select
 import signal
@@ -18,7 +17,9 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
+
+import urllib3
 
 from infcl.data.spool import MIN_BYTES_PER_SECOND, TOO_SLOW, spooled
 from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, ShardFile, StorageOptions, is_remote, retry
@@ -27,7 +28,7 @@ T = TypeVar("T")
 _COPY_BYTES = 8 << 20
 _READ_BYTES = 1 << 18
 _SECONDS_BETWEEN_CHECKS = 60.0  # of size and tag, if responses do not carry them
-_REDIRECTS, _REDIRECT = 5, (301, 302, 303, 307, 308)
+_RETRIES = urllib3.Retry(connect=0, read=0, status=0, other=0, redirect=5)  # storage.retry repeats failed reads
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 
 
@@ -35,7 +36,7 @@ def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile
     """Open a shard, in one attempt.
 
     Raises:
-        OSError, http.client.HTTPException: the attempt failed and may be retried.
+        OSError: the attempt failed and may be retried.
         ShardFault: the shard cannot be used.
         ValueError: the url is not allowed (`pipe:`), or its fsspec driver is missing.
     """
@@ -44,7 +45,7 @@ def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile
     if url.startswith("pipe:"):
         return LocalFile(_spooled(url, options), fixed_version=0)
     file = _remote_file(url, options)
-    if not isinstance(file, HttpFile) or file.ranges:
+    if file.ranges:
         return file
     return LocalFile(_spooled(url, options), fixed_version=file.version)
 
@@ -75,37 +76,34 @@ class HttpFile:
     """
 
     def __init__(self, url: str, options: StorageOptions):
-        self._url, self._options, self._final = url, options, url
-        self._connection: http.client.HTTPConnection | None = None
+        self._url, self._options = url, options
+        self._final = url  # after redirects
+        self._pool = urllib3.PoolManager(retries=_RETRIES, timeout=options.timeout)
         response = self._request({"Range": "bytes=0-0"})
         self.file_bytes, self.version = _http_state(response)
         self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" has no size
         if self.ranges:
-            response.read()
+            response.read()  # one byte, so that the connection is kept
         else:
-            self.close()  # the response body is the full file
+            response.close()  # the body is the full file
 
     def pread(self, size: int, offset: int) -> bytes:
         size = min(size, self.file_bytes - offset)
         if size <= 0:
             return b""
-        try:
-            limit = self._options.timeout + size / MIN_BYTES_PER_SECOND
-            return within(limit, lambda: self._read(size, offset), f"{self._url}: {TOO_SLOW}")
-        except BaseException:
-            self._connection = None  # it has a half-read response; do not close it: its thread may still read
-            raise
+        limit = self._options.timeout + size / MIN_BYTES_PER_SECOND
+        return within(limit, lambda: self._read(size, offset), f"{self._url}: {TOO_SLOW}")
 
     def _read(self, size: int, offset: int) -> bytes:
         response = self._answer({"Range": f"bytes={offset}-{offset + size - 1}"})
         if response.status != 206 or _http_state(response) != (self.file_bytes, self.version):
             raise ShardFault("shard_changed", f"{self._url} changed during the run")
-        content_range = response.getheader("Content-Range", "")
+        content_range = response.headers.get("Content-Range", "")
         if not content_range.removeprefix("bytes").strip().startswith(f"{offset}-"):
-            raise OSError(f"bytes from {offset} were asked for, {content_range} came")
-        data = response.read(size)
-        if len(data) != size or response.read(1):
-            raise OSError(f"{len(data)} of {size} bytes came, or more")
+            raise OSError(f"bytes from {offset} were requested, the server sent {content_range}")
+        data = response.read(size + 1)
+        if len(data) != size:
+            raise OSError(f"{size} bytes were requested, the server sent {len(data)} or more")
         return data
 
     def copy(self, out: BinaryIO) -> None:
@@ -115,79 +113,53 @@ class HttpFile:
         """
         timeout, limit = self._options.timeout, self._options.copy_bytes
         response = self._request({})
-        promised, copied = _http_state(response)[0], 0
+        promised = _http_state(response)[0]
         if promised > limit:
             what = f"{self._url} has {promised / 1e9:.3g} GB, more than {limit / 1e9:.3g} GB (--data-cache-gb)"
             raise ShardFault("shard_unreadable", what)
         while part := within(timeout, lambda: response.read1(_READ_BYTES), f"no answer within {timeout:g} s"):
             out.write(part)
-            copied += len(part)
-        self.close()
-        if promised >= 0 and copied != promised:
-            raise OSError(f"{copied} of {promised} bytes came")
 
     def changed(self) -> bool:
         return False  # pread checks each response
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._pool.clear()
 
-    def _request(self, headers: dict[str, str]) -> http.client.HTTPResponse:
+    def _request(self, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """Call `_answer` with a deadline: a socket's own time-out restarts with each byte of a header."""
         timeout = self._options.timeout
         return within(timeout, lambda: self._answer(headers), f"no answer within {timeout:g} s")
 
-    def _answer(self, headers: dict[str, str]) -> http.client.HTTPResponse:
-        if self._connection is not None:
-            try:
-                response = self._ask(self._connection, self._final, headers)
-                if response.status not in _REDIRECT:
-                    return response
-            except (OSError, http.client.HTTPException, ShardFault):
-                pass  # the connection is closed, or the redirect was temporary: start from the url
-            self.close()
-        url = self._url
-        for _ in range(_REDIRECTS + 1):
-            parts = urlsplit(url)
-            if not parts.hostname:
-                raise ShardFault("shard_unreadable", f"{self._url}: {url} names no host")
-            kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-            self._connection = kind(parts.hostname, parts.port, timeout=self._options.timeout)
-            response = self._ask(self._connection, url, headers)
-            if response.status not in _REDIRECT:
-                self._final = url
-                return response
-            url = urljoin(url, response.getheader("Location", ""))
-            self.close()
-        raise OSError(f"more than {_REDIRECTS} redirects")
-
-    def _ask(
-        self, connection: http.client.HTTPConnection, url: str, headers: dict[str, str]
-    ) -> http.client.HTTPResponse:
-        parts = urlsplit(url)
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", target, headers={"Accept-Encoding": "identity"} | headers)
-        response = connection.getresponse()
+    def _answer(self, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        first = self._final
+        headers = {"Accept-Encoding": "identity"} | headers
+        response = self._pool.request("GET", first, headers=headers, preload_content=False)
+        for redirect in response.retries.history if response.retries else ():
+            self._final = urljoin(self._final, redirect.redirect_location or "")
+        if response.status < 400:
+            return response
+        response.close()
+        what = f"http status {response.status} {response.reason}"
+        if first != self._url or response.status in _TEMPORARY:
+            self._final = self._url  # the redirect may have been temporary: start from the url next time
+            raise OSError(what)
         if response.status in (404, 410):
-            raise FileNotFoundError(f"http status {response.status}")
-        if response.status in _TEMPORARY:
-            raise OSError(f"http status {response.status}")
-        if response.status >= 400:
-            raise ShardFault("shard_unreadable", f"{self._url}: http status {response.status} {response.reason}")
-        return response
+            raise FileNotFoundError(what)
+        raise ShardFault("shard_unreadable", f"{self._url}: {what}")
 
 
-def _http_state(response: http.client.HTTPResponse) -> tuple[int, int]:
+def _http_state(response: urllib3.BaseHTTPResponse) -> tuple[int, int]:
     """Return (file size, version) of a response; the size is -1 if the response has none."""
-    whole = response.getheader("Content-Range", "").rpartition("/")[2] or response.getheader("Content-Length", "")
-    tag = response.getheader("ETag") or response.getheader("Last-Modified") or ""
-    return int(whole) if whole.isdigit() else -1, _number_of(tag)
+    size = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
+    tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+    return int(size) if size.isdigit() else -1, _number_of(tag)
 
 
 class FsspecFile:
     """A file read by ranges through an fsspec driver. Each call has a time-out, even if the driver hangs."""
+
+    ranges = True
 
     def __init__(self, url: str, options: StorageOptions):
         try:
@@ -224,12 +196,7 @@ class FsspecFile:
             out.write(self.pread(_COPY_BYTES, offset))
 
     def _ask(self, limit: float, call: Callable[[], T]) -> T:
-        try:
-            return within(limit, call, f"{self._url}: no answer within {limit:.0f} s")
-        except OSError:
-            raise
-        except Exception as error:  # drivers raise their own exception types; all are retried
-            raise OSError(f"{type(error).__name__}: {error}") from error
+        return within(limit, call, f"{self._url}: no answer within {limit:.0f} s")
 
     def changed(self) -> bool:
         """Check at most once per minute: a check per read would double the requests."""
@@ -243,7 +210,10 @@ class FsspecFile:
 
 
 def within(seconds: float, call: Callable[[], T], why: str) -> T:
-    """Return call(). Raises TimeoutError (`why`) after `seconds`; a hanging call stays in its daemon thread."""
+    """Return call(), or raise TimeoutError (`why`) after `seconds`; a hanging call stays in its daemon thread.
+
+    Raises OSError and ShardFault as they are, and other exceptions (of urllib3, of a driver) as OSError.
+    """
     outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
@@ -260,7 +230,9 @@ def within(seconds: float, call: Callable[[], T], why: str) -> T:
     succeeded, value = outcome[0]
     if succeeded:
         return value
-    raise value
+    if isinstance(value, (OSError, ShardFault)):
+        raise value
+    raise OSError(f"{type(value).__name__}: {value}") from value
 
 
 def _copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:

@@ -22,14 +22,11 @@ from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, BadSample, Record
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
-from infcl.data.workers import stack
+from infcl.data.workers import ReadLog, stack
 
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
 _CHOICE_STREAM, _NEGATIVE_STREAM = (1 << 33) + 1, (1 << 33) + 2  # choices of captions and of hard negatives
-
-# The log of a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
-ReadLog = dict[str, list]
 
 
 def decode_record(

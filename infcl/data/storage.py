@@ -9,7 +9,6 @@ counted. A read never returns wrong bytes.
 """
 
 import contextlib
-import http.client
 import os
 import random
 import stat
@@ -98,7 +97,7 @@ def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
             return attempt()
         except FileNotFoundError as error:
             raise ShardFault("shard_missing", f"{what}: not found ({error})") from error
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:
             if number == options.attempts:
                 message = f"{what}: {number} attempts failed, the last with {type(error).__name__}: {error}"
                 raise ShardFault("shard_unreadable", message) from error

@@ -29,10 +29,10 @@ from infcl.data.index import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, SIDECAR, SampleKey
 from infcl.data.plan import Share, random_order
 from infcl.data.records import BadSample, Record, read_members
 from infcl.data.remote import local_copy
-from infcl.data.samples import ReadLog, SampleDecoder
+from infcl.data.samples import SampleDecoder
 from infcl.data.shards import find_shards
 from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, StorageOptions, is_remote, open_regular, retry
-from infcl.data.workers import NoBatch, WorkerBoard, make_dataloader
+from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_dataloader
 
 _MAX_COUNTS = 64 << 20  # bytes read of a file with sample counts
 _SHUFFLE_BUFFER = 2048  # undecoded samples
@@ -83,7 +83,8 @@ def _read_record(file: LocalFile, row: list[int], key: str, url: str) -> Record:
     if row[1] > MAX_IMAGE_BYTES:
         fault = ShardFault("image_file_too_large", f"{row[1]} bytes, {MAX_IMAGE_BYTES} allowed")
         return Record(None, None, None, where, url, fault)
-    return Record(*read_members(file, members, url), where, url)
+    image, text, json_member = read_members(file, members, url)
+    return Record(image, text, json_member, where, url)
 
 
 class StreamingDataset(torch.utils.data.IterableDataset):
@@ -157,17 +158,10 @@ class StreamingDataset(torch.utils.data.IterableDataset):
                 )
 
 
-class StreamingSource:
+class StreamingSource(Source):
     """Source on a DataLoader over a StreamingDataset. Workers restart each epoch with a copy of the current dataset."""
 
-    repeats = False
-
-    def __init__(
-        self,
-        data: DataConfig,
-        decoder: SampleDecoder,
-        share: Share,
-    ):
+    def __init__(self, data: DataConfig, decoder: SampleDecoder, share: Share):
         num_samples, storage = data.num_samples, data.storage
         sources, missing = find_shards(data.urls, allow_pipe=storage.allow_pipe, max_missing=data.max_missing_shards)
         shards = list(chain.from_iterable(sources))
@@ -193,20 +187,14 @@ class StreamingSource:
         self._loader = make_dataloader(
             self._dataset,
             num_workers=data.workers,
-            prefetch_factor=data.prefetch_factor,
             item_bytes=decoder.batch_bytes(share.rows),
-            timeout=data.timeout if data.workers else 0,
+            timeout=data.timeout,
         )
 
-    def micro_batches(
-        self, epoch: int, step: int, again: range = range(0)
-    ) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         assert not again, "a stream is read once"
         self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
         return islice(self.board.watch(self._loader), (self.steps_per_epoch - step) * self._share.num_micro_batches)
-
-    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        raise AssertionError("a stream is read once")
 
 
 def known_samples(shards: Sequence[str]) -> int | None:
@@ -225,7 +213,7 @@ def known_samples(shards: Sequence[str]) -> int | None:
             sizes[path.parent].get(path.name),
             _read_json(Path(f"{str(path).removesuffix('.tar')}_stats.json")).get("successes"),
         )
-        count = next((int(value) for value in counts if str(value).isdigit()), None)
+        count = next((int(str(value)) for value in counts if str(value).isdigit()), None)
         if count is None:
             return None
         total += count

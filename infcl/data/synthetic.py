@@ -3,15 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
 from infcl.data.loader import MicroBatch, StepLoader
 from infcl.data.plan import Share, draw
-from infcl.data.samples import ReadLog
 from infcl.data.tokenizer import EOS_ID, PAD_ID
-from infcl.data.workers import WorkerBoard
+from infcl.data.workers import ReadLog, Source, WorkerBoard
 
 
 class SyntheticLoader(StepLoader):
@@ -45,44 +43,42 @@ class SyntheticLoader(StepLoader):
         pad_id: int = PAD_ID,
         pool: int = 8,
     ):
-        captions = Captions(context_length, vocab_size, end_id, pad_id)
-        super().__init__(_SyntheticSource(share, captions, image_size, seed, num_samples, pool), share, seed=seed)
+        source = _SyntheticSource(
+            share, image_size, context_length, vocab_size, seed, num_samples, end_id, pad_id, pool
+        )
+        super().__init__(source, share, seed=seed)
 
 
-class Captions(NamedTuple):
-    """Generator of random token rows."""
-
-    context_length: int
-    vocab_size: int
-    end_id: int
-    pad_id: int
-
-    def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """Return int64 [count, context_length]."""
-        place = torch.arange(self.context_length)
-        ids = torch.randint(2, self.vocab_size, (count, self.context_length), generator=generator)
-        ids[ids == self.end_id] = 2 - (self.end_id == 2)
-        end = torch.randint(1, max(2, self.context_length // 2), (count, 1), generator=generator)
-        return ids.masked_fill(place == end, self.end_id).masked_fill(place > end, self.pad_id)
+def random_captions(
+    count: int, context_length: int, vocab_size: int, end_id: int, pad_id: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return random token rows, int64 [count, context_length], see `SyntheticLoader`."""
+    position = torch.arange(context_length)
+    ids = torch.randint(2, vocab_size, (count, context_length), generator=generator)
+    ids[ids == end_id] = 2 - (end_id == 2)
+    end = torch.randint(1, max(2, context_length // 2), (count, 1), generator=generator)
+    return ids.masked_fill(position == end, end_id).masked_fill(position > end, pad_id)
 
 
 @dataclass
-class _SyntheticSource:
+class _SyntheticSource(Source):
     share: Share
-    captions: Captions
     image_size: int
+    context_length: int
+    vocab_size: int
     seed: int
     num_samples: int
+    end_id: int
+    pad_id: int
     pool_size: int
     repeats = True
 
     def __post_init__(self):
-        number = self.num_samples
-        self.steps_per_epoch = self.share.steps_per_epoch(number, f"an epoch has {number} synthetic samples")
-        self.board = WorkerBoard(0, 0.0, str)
-        self.sha256 = " ".join(map(str, ("synthetic", self.image_size, *self.captions, number)))
-        self.about = f"{number} synthetic samples"
-        self.found: dict[str, int] = {}
+        count = self.num_samples
+        self.steps_per_epoch = self.share.steps_per_epoch(count, f"an epoch has {count} synthetic samples")
+        self.board, self.about, self.found = WorkerBoard(0, 0.0, str), f"{count} synthetic samples", {}
+        sizes = (self.image_size, self.context_length, self.vocab_size, self.end_id, self.pad_id, count)
+        self.sha256 = " ".join(map(str, ("synthetic", *sizes)))
 
     @cached_property
     def pool(self) -> list[MicroBatch]:
@@ -92,18 +88,15 @@ class _SyntheticSource:
         for _ in range(self.pool_size):
             shape = (m, 3, self.image_size, self.image_size)
             images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-            texts = self.captions.draw(m, generator)
+            texts = random_captions(m, self.context_length, self.vocab_size, self.end_id, self.pad_id, generator)
             own = slice(self.share.part * self.share.rows, (self.share.part + 1) * self.share.rows)
             batch = {"images": images[own].clone(), "texts": texts[own].clone()}
             pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
         return pool
 
-    def micro_batches(self, epoch: int, step: int, again: range = range(0)) -> Iterator[tuple[MicroBatch, ReadLog]]:
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
         for start in self.share.positions(step, self.steps_per_epoch, again):
             first = start - self.share.part * self.share.rows  # of the full micro-batch
             pick = int(draw(self.seed, epoch, first, stream=0, count=1)[0] % self.pool_size)
             ids = torch.arange(start, start + self.share.rows)
             yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}
-
-    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
-        raise AssertionError("what is drawn is the same each time")

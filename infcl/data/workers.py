@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -21,9 +22,13 @@ from torch.utils.data import DataLoader
 from infcl.config import counted
 
 _SHARED_MEMORY = "/dev/shm"
+_PREFETCH = 4  # micro-batches that each worker reads ahead
 _SPARE_FILES, _FILES_OF_ITEM = 32, 3  # files besides the micro-batches; files per micro-batch, one per tensor
 _TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # Linux limits the path of a socket to 107
 T = TypeVar("T")
+
+# The log of a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
+ReadLog = dict[str, list]
 
 
 class NoBatch(RuntimeError):
@@ -96,6 +101,44 @@ class WorkerBoard:
         return info.id if info else 0
 
 
+class Source(ABC):
+    """The reader behind a loader: micro-batches of this rank, each with the log of its skipped samples.
+
+    Attributes:
+        num_samples: samples per epoch, over all ranks.
+        steps_per_epoch: global batches per epoch.
+        sha256: identifies the data.
+        about: describes the size of the data.
+        found: counts of problems known before the first read.
+        board: status of the workers.
+        repeats: whether micro-batches can be read a second time.
+    """
+
+    num_samples: int
+    steps_per_epoch: int
+    sha256: str
+    about: str
+    found: dict[str, int]
+    board: WorkerBoard
+    repeats = False
+
+    @abstractmethod
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+        """Return this rank's micro-batches from `step` to the end of `epoch`, in order, each with its log.
+
+        After the M micro-batches of a step, those whose index is in `again` come a second time, bit-identical. Only a
+        source that `repeats` supports that.
+        """
+
+    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the micro-batch that starts at position `first` and consists of the samples `ids`.
+
+        Only a source whose reads can fail in one of two passes supports this. Raises BadSample if one of the samples
+        cannot be used any more.
+        """
+        raise NotImplementedError
+
+
 def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return torch.stack(tensors); in a worker, stack directly into shared memory, as torch's own collation does.
 
@@ -110,17 +153,10 @@ def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(tensors, out=torch.empty(0, dtype=first.dtype).set_(storage).view(shape))
 
 
-def _size(size: int) -> str:
-    return f"{size / 2**10:.1f} KiB" if size < 1 << 20 else f"{size / 2**20:,.1f} MiB"
-
-
 def resident_mb() -> float:
-    """Return the resident memory of this process in MB; 0 if the system does not report it."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-    except OSError:
-        return 0.0
+    """Return the resident memory of this process in MB."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -> str | None:
@@ -156,12 +192,7 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 
     Schedulers and launchers send SIGTERM to every process of a run, but the rank still needs this worker to finish its
     step and write a checkpoint. The worker exits with status 0, because the rank treats any other exit as a failure.
-
-    When the rank exits, with or without an error, it also sends SIGTERM and waits for its workers. They then exit at
-    once. The temporary file of a shard that a worker was spooling remains; spool.py removes it later.
-
-    Args:
-        rank_ends: the rank's end_of_rank().
+    When the rank itself exits (`rank_ends`, see `end_of_rank`), it also sends SIGTERM, and its workers exit at once.
     """
 
     def end(_number: int, _frame: Any) -> None:
@@ -180,53 +211,60 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 
 
 def make_dataloader(
-    dataset: Any, *, num_workers: int, prefetch_factor: int, item_bytes: int, **options: Any
+    dataset: Any, *, num_workers: int, item_bytes: int, timeout: float = 0.0, **options: Any
 ) -> DataLoader:
     """Return a DataLoader of the items of `dataset`, one micro-batch each, in order; pinned if there is a GPU.
-
-    Without the checks below, a full shared memory would kill a worker with SIGBUS in the middle of a run. A long TMPDIR
-    or too few open files would make the rank wait until its time-out.
 
     Args:
         dataset: returns or yields micro-batches.
         num_workers: worker processes; 0 reads in this process.
-        prefetch_factor: micro-batches that each worker reads ahead.
         item_bytes: size of a micro-batch.
+        timeout: seconds without a micro-batch of the workers after which the DataLoader raises; 0: never.
         options: further options of torch's DataLoader.
 
     Raises:
-        ValueError: this rank's prefetched micro-batches do not fit in shared memory; TMPDIR is too long for the
-            sockets of the workers; or the limit of open files is too low (each tensor in flight uses one).
+        ValueError: this machine lacks what the workers need, see `_check_resources`.
     """
-    folder = tempfile.gettempdir()
-    if num_workers and (length := len(os.fsencode(folder))) > _TEMPORARY_BYTES:
-        raise ValueError(
-            f"{num_workers} workers need sockets in the temporary folder, whose name has {length} bytes, "
-            f"{_TEMPORARY_BYTES} at most for that: set TMPDIR to a shorter one, or --workers 0 ({folder})"
-        )
-    needed = num_workers * prefetch_factor * item_bytes
-    if num_workers and os.path.isdir(_SHARED_MEMORY):
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-        if needed > free:
-            raise ValueError(
-                f"{num_workers} workers x {prefetch_factor} micro-batches of {_size(item_bytes)} need {_size(needed)} "
-                f"of {_SHARED_MEMORY} for each rank, and {_size(free)} are free: use fewer --workers, a smaller "
-                "--batch-size, or more shared memory (docker run --shm-size)"
-            )
-    files = len(os.listdir("/proc/self/fd")) + _SPARE_FILES + num_workers * (prefetch_factor + 1) * _FILES_OF_ITEM
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if num_workers and 0 <= limit < files:
-        raise ValueError(
-            f"{num_workers} workers x {prefetch_factor} micro-batches may need {files} open files for each rank, and "
-            f"{limit} are allowed: raise the limit (ulimit -n), or use fewer --workers"
-        )
+    if num_workers:
+        _check_resources(num_workers, item_bytes)
+        options |= {
+            "prefetch_factor": _PREFETCH,
+            "timeout": timeout,
+            "worker_init_fn": partial(outlive_first_sigterm, end_of_rank()),
+        }
     return DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=partial(outlive_first_sigterm, end_of_rank()) if num_workers else None,
         generator=torch.Generator(),  # its own, so that starting an epoch does not change the global random state
         **options,
     )
+
+
+def _check_resources(num_workers: int, item_bytes: int) -> None:
+    """Raise ValueError if shared memory, the path of TMPDIR or the limit of open files do not suffice.
+
+    A full shared memory would kill a worker with SIGBUS in the middle of a run. With a long TMPDIR, or too few open
+    files (each tensor in flight uses one), the rank would wait until its time-out.
+    """
+    folder = tempfile.gettempdir()
+    if (length := len(os.fsencode(folder))) > _TEMPORARY_BYTES:
+        raise ValueError(
+            f"the workers' sockets need a temporary folder whose path has at most {_TEMPORARY_BYTES} bytes; {folder} "
+            f"has {length}: set TMPDIR to a shorter one, or use --workers 0"
+        )
+    needed, free = num_workers * _PREFETCH * item_bytes / 2**20, shutil.disk_usage(_SHARED_MEMORY).free / 2**20
+    if needed > free:
+        raise ValueError(
+            f"{num_workers} workers x {_PREFETCH} micro-batches of {item_bytes / 2**20:,.3f} MiB need {needed:,.3f} "
+            f"MiB of {_SHARED_MEMORY} per rank, {free:,.3f} MiB are free: use fewer --workers, a smaller "
+            "--batch-size, or more shared memory (docker run --shm-size)"
+        )
+    files = len(os.listdir("/proc/self/fd")) + _SPARE_FILES + num_workers * (_PREFETCH + 1) * _FILES_OF_ITEM
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < files:
+        raise ValueError(
+            f"{num_workers} workers x {_PREFETCH} micro-batches may need {files} open files per rank, the limit is "
+            f"{limit}: raise it (ulimit -n), or use fewer --workers"
+        )

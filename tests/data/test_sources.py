@@ -147,7 +147,7 @@ def test_sizes_are_found_beside_the_shards(tmp_path):
 def test_the_streaming_reader_finds_how_many_samples_make_an_epoch(tmp_path, tokenizer):
     folder = write_shards(tmp_path / "a", [6, 6])
     load_manifest(folder)
-    loader = small_loader(folder, tokenizer, reader="streaming", micro_batch_size=4)
+    loader = small_loader(folder, tokenizer, dataset_type="streaming", micro_batch_size=4)
     assert loader.steps_per_epoch == len(list(loader)) == 3
 
 

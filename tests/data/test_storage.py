@@ -4,7 +4,6 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
-from http.client import HTTPException
 from shlex import quote
 
 import numpy as np
@@ -73,7 +72,7 @@ def test_a_read_that_breaks_off_leaves_a_reader_that_reads_on(web, options, tmp_
     reader = ShardReader(manifest, storage=options)
     file, _ = reader._file(0)
     behaviour.short = 10
-    with pytest.raises((OSError, HTTPException)):
+    with pytest.raises(OSError):
         file.pread(1000, 0)
     behaviour.short = None
     assert [record.text.decode() for record in reader.read(np.arange(6))] == EXPECTED[:6]
@@ -260,7 +259,7 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, options, mo
     memory.rm("/bucket", recursive=True)
     with pytest.raises(ValueError, match="nosuch:// needs fsspec's driver"):
         open_shard("nosuch://bucket/x.tar", options)
-    with pytest.raises(ShardFault, match="names no host"):
+    with pytest.raises(OSError, match="No host specified"):
         open_shard("http:///x.tar", options)
 
 
@@ -361,6 +360,6 @@ def test_bytes_from_another_place_than_asked_are_not_used(web, options):
     file = open_shard(url + "/00000.tar", options)
     assert len(file.pread(10, 512)) == 10
     behaviour.shift = 1
-    with pytest.raises(OSError, match="bytes from 512 were asked for, bytes 513-522/"):
+    with pytest.raises(OSError, match="bytes from 512 were requested, the server sent bytes 513-522/"):
         file.pread(10, 512)
     file.close()

@@ -12,7 +12,13 @@ from tests.lib.small_loader import sample_numbers, step_loader
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer, num_workers):
     def run(rank: int) -> list[list[int]]:
-        options = {"reader": "streaming", "num_samples": 48, "workers": num_workers, "world_size": 2, "rank": rank}
+        options = {
+            "dataset_type": "streaming",
+            "num_samples": 48,
+            "workers": num_workers,
+            "world_size": 2,
+            "rank": rank,
+        }
         return sample_numbers(
             step_loader(shards + "/{00000,00001,00003,00004}.tar", tokenizer, num_micro_batches=1, **options)
         )
@@ -26,7 +32,7 @@ def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer
 def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer, tmp_path):
     pipe = f"pipe:cat {quote(shards)}/" + "{00001,00004}.tar"
     storage = StorageOptions(allow_pipe=True, cache=str(tmp_path))
-    loader = step_loader(pipe, tokenizer, reader="streaming", num_samples=42, storage=storage)
+    loader = step_loader(pipe, tokenizer, dataset_type="streaming", num_samples=42, storage=storage)
     first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert len(set(first)) == len(first) and set(first) == set(second) and first != second
     loader.set_position(2, 5)
@@ -35,7 +41,7 @@ def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer
 
 def test_it_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.streaming._SHUFFLE_BUFFER", 1)
-    loader = step_loader(write_shards(tmp_path, [6] * 4), tokenizer, reader="streaming", num_samples=24)
+    loader = step_loader(write_shards(tmp_path, [6] * 4), tokenizer, dataset_type="streaming", num_samples=24)
     whole = sample_numbers(loader)
     loader.set_position(0, 3)  # of 4 steps of 6 samples: three of four shards lie behind
     assert sample_numbers(loader) == whole[3:]
@@ -43,14 +49,14 @@ def test_it_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer
 
 def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="num_samples"):
-        step_loader(write_shards(tmp_path, [5]), tokenizer, reader="streaming")
+        step_loader(write_shards(tmp_path, [5]), tokenizer, dataset_type="streaming")
     with pytest.raises(ValueError, match="5 shards cannot feed 2 ranks x 3 workers"):
-        step_loader(shards, tokenizer, reader="streaming", num_samples=50, world_size=2, workers=3)
+        step_loader(shards, tokenizer, dataset_type="streaming", num_samples=50, world_size=2, workers=3)
     with pytest.raises(ValueError, match="1 shard cannot feed 1 rank x 2 workers"):
-        step_loader(write_shards(tmp_path, [5]), tokenizer, reader="streaming", num_samples=5, workers=2)
+        step_loader(write_shards(tmp_path, [5]), tokenizer, dataset_type="streaming", num_samples=5, workers=2)
 
 
 def test_a_stream_is_not_read_twice(shards, tokenizer):
-    loader = step_loader(shards, tokenizer, reader="streaming", num_samples=24)
+    loader = step_loader(shards, tokenizer, dataset_type="streaming", num_samples=24)
     with pytest.raises(ValueError, match="cannot read micro-batches a second time"):
         next(loader.steps(range(1)))

@@ -241,7 +241,7 @@ def run_case(case: Callable[[Place], str], reader: str, folder: Path, tokenizer:
                 urls,
                 tokenizer,
                 max_bad_fraction=0.95,
-                reader=reader,
+                dataset_type="streaming" if reader == "streaming" else "webdataset",
                 storage=storage,
                 index_cache=str(folder / "index"),
                 **options,
