@@ -22,7 +22,6 @@ benchmarks.results draws the tables and charts.
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,9 +54,7 @@ RESULTS = {
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     machine = Machine(jobs=options.jobs, device=options.device, ranks=options.ranks, gpus=options.gpus)
-    data = prepare_demo(
-        options.work / f"demo_{options.num_train}", num_train=options.num_train, jobs=len(os.sched_getaffinity(0))
-    )
+    data = prepare_demo(options.work / f"demo_{options.num_train}", num_train=options.num_train)
     make_trainings, name = STUDIES[options.study]
     known = {row["run"] for row in read(options.out / f"{name}.csv")}
     trainings = [training for training in make_trainings(options, data) if training.name not in known]

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from infcl.data.demo import VOCAB_SIZE
+from infcl.data.demo import BACKGROUNDS, COLOURS, SHAPES, VOCAB_SIZE
 from infcl.data.evaluation import EvalShards
 from infcl.data.index import DEFAULT_KEYS
 from infcl.data.plan import random_order
-from infcl.data.render import BACKGROUNDS, COLOURS, SHAPES
 from infcl.data.streaming import stream_records
 from infcl.data.tokenizer.learn import shard_captions, train_tokenizer
 from infcl.evaluate.load import load_model

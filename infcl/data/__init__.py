@@ -13,7 +13,7 @@ samples.py     records -> samples -> a micro-batch
 indexed.py, streaming.py, workers.py   two readers of micro-batches, on torch's DataLoader
 loader.py, synthetic.py   TrainLoader and SyntheticLoader, over which the training loop iterates
 evaluation.py  the data sets of the evaluations
-render.py, demo.py   the built-in demo data set
+demo.py        the built-in demo data set
 
 docs/howto/data.md is the user documentation.
 """

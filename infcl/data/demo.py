@@ -1,6 +1,6 @@
 """The built-in demo data set: handwritten digits and rendered scenes, written as webdataset shards from a seed.
 
-    python -m infcl.data.demo --out DIR [--num-train N] [--jobs N] [--gallery FILE.png]
+    python -m infcl.data.demo --out DIR [--num-train N]
 
     DIR/train/00000.tar ... 00007.tar   16,384 image-text pairs in shards of unequal size; 40% digits, 60% scenes
     DIR/val/00000.tar, 00001.tar        1,024 held-out scenes with unique captions, for retrieval
@@ -15,6 +15,9 @@ each class are held out for every seed. A scene shows two coloured shapes in a s
 never occur in training. No two held-out scenes have the same pair of objects on the same background, so retrieval does
 not depend on the spatial relation.
 
+The images are drawn in numpy with elementwise IEEE arithmetic alone, so the pixels are the same on every machine and do
+not depend on the version of a drawing library. Shapes are signed distance functions with a soft edge of one pixel.
+
 The digits are the 1,797 bitmaps of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI
 Machine Learning Repository, doi.org/10.24432/C50P49), the copy that scikit-learn ships, licensed CC BY 4.0.
 """
@@ -25,28 +28,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
-from itertools import permutations
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import islice, permutations
 from pathlib import Path
 
 import numpy as np
 
 from infcl.data.plan import draw, random_order, uniforms
-from infcl.data.render import (
-    BACKGROUNDS,
-    COLOURS,
-    DIGIT_DRAWS,
-    PLACES,
-    SCENE_DRAWS,
-    SHAPES,
-    draw_digit,
-    draw_scene,
-)
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import shard_captions, train_tokenizer
 
+SIZE = 32
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGIT_FRACTION = 0.4
 HELD_OUT_PER_CLASS = 40
@@ -55,7 +48,7 @@ VOCAB_SIZE = 300
 SHARD_WEIGHTS = (22, 18, 15, 13, 11, 9, 7, 5)  # percent of the training samples
 VAL_WEIGHTS = (60, 40)
 
-_DIGIT_CAPTIONS = ("a handwritten {digit} at {place}, {ink} on {paper}",)
+_DIGIT_CAPTION = "a handwritten {digit} at {place}, {ink} on {paper}"
 _SCENE_CAPTIONS = (
     "a {first} {relation} a {second} on a {background} background",
     "{background} background with a {first} {relation} a {second}",
@@ -65,26 +58,45 @@ _SCENE_CAPTIONS = (
 _RELATIONS = {True: ("left of", "right of"), False: ("above", "below")}  # horizontal -> (relation, inverse)
 _TRAIN, _VAL, _ZEROSHOT, _SPLIT = range(4)  # the `epoch` argument of every draw
 
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 210, 50),
+    "purple": (150, 60, 190),
+    "cyan": (60, 200, 210),
+}
+SHAPES = ("circle", "square", "triangle", "ring", "cross")
+BACKGROUNDS = {"black": (15, 15, 15), "white": (242, 242, 242), "grey": (128, 128, 128), "brown": (105, 70, 40)}
+PLACES = {  # of a digit: (down, right) position of its square, as fractions of the free space
+    "top left": (0.0, 0.0),
+    "top right": (0.0, 1.0),
+    "bottom left": (1.0, 0.0),
+    "bottom right": (1.0, 1.0),
+}
+SCENE_DRAWS, DIGIT_DRAWS = 15, 5
+
+_CENTRES = np.arange(SIZE) + 0.5
+
 Pair = tuple[np.ndarray, str, dict]  # uint8 [32, 32, 3], caption, metadata
 
 
-def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0, jobs: int = 1) -> Path:
+def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0) -> Path:
     """Render the shards and train the tokenizer unless they exist. Return the folder."""
-    folder = render_demo(folder, num_train=num_train, seed=seed, jobs=jobs)
+    folder = render_demo(folder, num_train=num_train, seed=seed)
     model = folder / "tokenizer.model"
     if not model.exists():
         train_tokenizer(shard_captions(str(folder / "train"), num_train), model, VOCAB_SIZE)
     return folder
 
 
-def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0, jobs: int = 1) -> Path:
+def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0) -> Path:
     """Render all shards into a temporary folder and rename it. Reuse a finished folder with the same parameters.
 
     Args:
         folder: where the data set is written.
         num_train: number of training samples.
         seed: of the images and captions.
-        jobs: processes that write the training shards; the bytes do not depend on it.
 
     Raises:
         ValueError: `folder` has other contents.
@@ -100,9 +112,11 @@ def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int 
         raise ValueError(f"{folder} is not empty and holds no finished demo data set: use another folder")
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
-        _write_shards(temporary / "train", partial(train_pairs, num_train, seed), num_train, SHARD_WEIGHTS, jobs)
-        _write_shards(temporary / "val", partial(val_scenes, seed), VAL_SCENES, VAL_WEIGHTS)
-        _write_shards(temporary / "zeroshot", partial(zeroshot_digits, seed), 10 * HELD_OUT_PER_CLASS, (1,))
+        scenes = (_scene(scene, seed, _VAL, i) for i, scene in enumerate(_compositions(seed)[0]))
+        digits = (_digit(number, seed, _ZEROSHOT, i) for i, number in enumerate(load_digits()[3].tolist()))
+        _write_shards(temporary / "train", train_pairs(num_train, seed), num_train, SHARD_WEIGHTS)
+        _write_shards(temporary / "val", scenes, VAL_SCENES, VAL_WEIGHTS)
+        _write_shards(temporary / "zeroshot", digits, 10 * HELD_OUT_PER_CLASS, (1,))
         (temporary / "zeroshot" / "classnames.txt").write_text("\n".join(DIGIT_NAMES) + "\n")
         (temporary / "zeroshot" / "templates.txt").write_text("\n".join(prompt_templates()) + "\n")
         (temporary / "demo.json").write_text(json.dumps(parameters) + "\n")
@@ -115,8 +129,7 @@ def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int 
 def prompt_templates() -> list[str]:
     """Return prompts for zero-shot classification: the training caption for each corner and colouring."""
     return [
-        template.format(digit="{}", place=place, ink=ink, paper=paper)
-        for template in _DIGIT_CAPTIONS
+        _DIGIT_CAPTION.format(digit="{}", place=place, ink=ink, paper=paper)
         for place in PLACES
         for ink, paper in (("white", "black"), ("black", "white"))
     ]
@@ -132,30 +145,17 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return bitmaps, labels, np.setdiff1d(order, held_out), np.sort(held_out)
 
 
-def train_pairs(count: int, seed: int, first: int = 0, last: int | None = None) -> Iterator[Pair]:
-    """Yield the pairs first to last - 1 of the training set of `count` pairs; it mixes digits and scenes."""
+def train_pairs(count: int, seed: int) -> Iterator[Pair]:
+    """Yield the `count` pairs of the training set, which mixes digits and scenes."""
     _, _, digits, _ = load_digits()
     scenes = _compositions(seed)[1]
     is_digit = random_order(count, seed, _TRAIN) < round(DIGIT_FRACTION * count)
-    for i in range(first, count if last is None else last):
+    for i in range(count):
         pick = int(draw(seed, _TRAIN, i, stream=1, count=1)[0])
         if is_digit[i]:
             yield _digit(int(digits[pick % len(digits)]), seed, _TRAIN, i)
         else:
             yield _scene(scenes[pick % len(scenes)], seed, _TRAIN, i)
-
-
-def val_scenes(seed: int, first: int, last: int) -> Iterator[Pair]:
-    """Yield the held-out scenes first to last - 1."""
-    for i in range(first, last):
-        yield _scene(_compositions(seed)[0][i], seed, _VAL, i)
-
-
-def zeroshot_digits(seed: int, first: int, last: int) -> Iterator[Pair]:
-    """Yield the held-out digits first to last - 1."""
-    _, _, _, held_out = load_digits()
-    for i in range(first, last):
-        yield _digit(int(held_out[i]), seed, _ZEROSHOT, i)
 
 
 @cache
@@ -185,8 +185,7 @@ def _digit(number: int, seed: int, split: int, i: int) -> Pair:
     u = uniforms(draw(seed, split, i, stream=2, count=DIGIT_DRAWS + 3))
     place, light_on_dark = list(PLACES)[int(u[0] * len(PLACES))], bool(u[1] < 0.5)
     ink, paper = ("white", "black") if light_on_dark else ("black", "white")
-    template = _DIGIT_CAPTIONS[int(u[2] * len(_DIGIT_CAPTIONS))]
-    caption = template.format(digit=DIGIT_NAMES[labels[number]], place=place, ink=ink, paper=paper)
+    caption = _DIGIT_CAPTION.format(digit=DIGIT_NAMES[labels[number]], place=place, ink=ink, paper=paper)
     picture = draw_digit(bitmaps[number], place, light_on_dark, u[3:])
     return picture, caption, {"label": int(labels[number]), "digit": number}
 
@@ -201,71 +200,91 @@ def _scene(composition: tuple, seed: int, split: int, i: int) -> Pair:
     return draw_scene((first, second), horizontal, background, u[1:]), caption, {}
 
 
-def _write_shards(
-    folder: Path, pairs: Callable[[int, int], Iterator[Pair]], count: int, weights: Sequence[int], jobs: int = 1
-) -> None:
-    """Write `count` pairs as tars, with sample counts in proportion to `weights`. pairs(first, last) yields a range."""
-    folder.mkdir(parents=True)
-    ends = (np.cumsum(weights) * count // sum(weights)).tolist()
-    tasks = list(zip(range(len(ends)), [0, *ends[:-1]], ends))
-    if jobs == 1:
-        for task in tasks:
-            _write_shard(folder, pairs, *task)
-        return
-    with ProcessPoolExecutor(min(jobs, len(tasks))) as pool:
-        for done in [pool.submit(_write_shard, folder, pairs, *task) for task in tasks]:
-            done.result()
+def draw_scene(
+    objects: tuple[tuple[str, str], tuple[str, str]], horizontal: bool, background: str, random: np.ndarray
+) -> np.ndarray:
+    """Draw two (colour, shape) objects, the first left of the second or above it. random: float64 [SCENE_DRAWS]."""
+    u = random * 2 - 1  # [-1, 1)
+    picture = np.ones((SIZE, SIZE, 3)) * BACKGROUNDS[background] + 6 * u[12:15]
+    for i, (colour, shape) in enumerate(objects):
+        jitter = u[6 * i : 6 * i + 6]
+        along, across = SIZE * (0.25 + 0.5 * i) + 1.5 * jitter[0], SIZE / 2 + 4 * jitter[1]
+        x, y = (along, across) if horizontal else (across, along)
+        distance = _distance(shape, _CENTRES[None, :] - x, _CENTRES[:, None] - y, 6.3 + 0.8 * jitter[2])
+        cover = np.clip(0.5 - distance, 0, 1)[:, :, None]  # [S, S, 1]
+        picture = picture * (1 - cover) + cover * (COLOURS[colour] + 14 * jitter[3:6])
+    return _quantise(picture)
 
 
-def _write_shard(folder: Path, pairs: Callable[[int, int], Iterator[Pair]], shard: int, first: int, last: int) -> None:
+def draw_digit(bitmap: np.ndarray, place: str, light_on_dark: bool, random: np.ndarray) -> np.ndarray:
+    """Draw an 8 x 8 bitmap (0..16) at one of PLACES, light on dark or the reverse. random: float64 [DIGIT_DRAWS]."""
+    side = 20 + int(3 * random[0])  # 20..22 pixels
+    room = SIZE - side
+    top, left = (  # a margin of at least one pixel: some strokes reach the bitmap's edge
+        min(room - 1, max(1, round(room * fraction + 2 * (r - 0.5)))) for fraction, r in zip(PLACES[place], random[1:3])
+    )
+    ink = np.zeros((SIZE, SIZE))
+    ink[top : top + side, left : left + side] = _enlarge(_enlarge(bitmap / 16.0, side).T, side).T
+    dark, light = 25 * random[3], 255 - 25 * random[4]
+    grey = dark + (light - dark) * (ink if light_on_dark else 1 - ink)
+    return _quantise(np.repeat(grey[:, :, None], 3, axis=2))
+
+
+def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarray:
+    """Return the signed distance (pixels, negative inside) to a shape of radius r at the origin; y points down."""
+    ax, ay = np.abs(dx), np.abs(dy)
+    if shape == "circle":
+        return np.sqrt(dx * dx + dy * dy) - r
+    if shape == "square":
+        return np.maximum(ax, ay) - 0.85 * r
+    if shape == "ring":
+        return np.abs(np.sqrt(dx * dx + dy * dy) - 0.75 * r) - 0.25 * r
+    if shape == "triangle":  # with the apex up
+        return np.maximum(dy - 0.8 * r, 0.876 * (ax - 0.55 * (dy + 1.1 * r)))
+    arm = 0.33 * r
+    return np.minimum(np.maximum(ax - arm, ay - r), np.maximum(ax - r, ay - arm))
+
+
+def _enlarge(image: np.ndarray, size: int) -> np.ndarray:
+    """Enlarge the rows bilinearly: [h, w] -> [size, w]."""
+    at = np.clip((np.arange(size) + 0.5) * (len(image) / size) - 0.5, 0, len(image) - 1)
+    low = np.minimum(at.astype(np.int64), len(image) - 2)
+    weight = (at - low)[:, None]
+    return image[low] * (1 - weight) + image[low + 1] * weight
+
+
+def _quantise(picture: np.ndarray) -> np.ndarray:
+    return np.clip(np.floor(picture + 0.5), 0, 255).astype(np.uint8)
+
+
+def _write_shards(folder: Path, pairs: Iterator[Pair], count: int, weights: Sequence[int]) -> None:
+    """Write `count` pairs as tars, with sample counts in proportion to `weights`."""
     from PIL import Image
     from webdataset import TarWriter
 
-    # mtime=0 and bytes only: the same pairs give the same file
-    with TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False, mtime=0) as writer:
-        for i, (picture, caption, metadata) in enumerate(pairs(first, last)):
-            png, key = io.BytesIO(), f"{shard:05d}{i:04d}"
-            Image.fromarray(picture).save(png, "PNG")
-            height, width, _ = picture.shape
-            metadata = {"key": key, "caption": caption, "width": width, "height": height, **metadata}
-            members = {"png": png.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
-            writer.write({"__key__": key, **members})
-
-
-def write_gallery(folder: str | os.PathLike, file: str | os.PathLike) -> None:
-    """Write a PNG of the first training images with their captions."""
-    import textwrap
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from infcl.data.evaluation import EvalShards
-
-    rows, columns = 3, 6
-    figure = Figure(figsize=(2.1 * columns, 2.6 * rows), dpi=110)
-    FigureCanvasAgg(figure)
-    for i, sample in enumerate(EvalShards(str(Path(folder) / "train"), image_size=32)):
-        if i == rows * columns:
-            break
-        axes = figure.add_subplot(rows, columns, i + 1)
-        axes.imshow(sample.image.permute(1, 2, 0).numpy(), interpolation="nearest")
-        axes.set_title("\n".join(textwrap.wrap(sample.caption, 24)), fontsize=8)
-        axes.set_axis_off()
-    figure.tight_layout()
-    figure.savefig(file)
+    folder.mkdir(parents=True)
+    ends = np.cumsum(weights) * count // sum(weights)
+    for shard, size in enumerate(np.diff(ends, prepend=0).tolist()):
+        # mtime=0 and bytes only: the same pairs give the same file
+        with TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False, mtime=0) as writer:
+            for i, (picture, caption, metadata) in enumerate(islice(pairs, size)):
+                png, key = io.BytesIO(), f"{shard:05d}{i:04d}"
+                Image.fromarray(picture).save(png, "PNG")
+                height, width, _ = picture.shape
+                metadata = {"key": key, "caption": caption, "width": width, "height": height, **metadata}
+                members = {"png": png.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
+                writer.write({"__key__": key, **members})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m infcl.data.demo", description="Write the embedded data set.")
+    parser = argparse.ArgumentParser(prog="python -m infcl.data.demo", description="Write the demo data set.")
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--num-train", type=int, default=16384, help="training pairs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that render")
-    parser.add_argument("--gallery", help="also write a picture of some training pairs to this PNG")
     args = parser.parse_args(arguments)
     start, reused = time.perf_counter(), (Path(args.out) / "tokenizer.model").exists()
     try:
-        folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed, jobs=args.jobs)
+        folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed)
     except OSError as error:
         parser.error(f"--out {args.out}: {error}")
     except ValueError as error:  # the folder has other contents, or too few captions for the tokenizer
@@ -274,9 +293,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = "there already" if reused else f"written in {time.perf_counter() - start:.1f} s"
     print(f"{folder} ({done}): {args.num_train} training pairs in {len(SHARD_WEIGHTS)} shards, {VAL_SCENES} validation")
     print(f"  scenes, {10 * HELD_OUT_PER_CLASS} digits for zero-shot; tokenizer of {tokenizer.vocab_size} pieces")
-    if args.gallery:
-        write_gallery(folder, args.gallery)
-        print(f"  gallery: {args.gallery}")
 
 
 if __name__ == "__main__":
