@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the hosts of a hostfile before a run: ssh, equal commit, source and versions, GPUs there and free, clocks, the
-# shared folder; then the speed of each GPU, of its links, of one ring and an all-reduce of all. Reports errors and what
+# shared folder; then the speed of each GPU, of its links and of an all-reduce of all. Reports errors and what
 # is below 0.8 of the median. Two hosts with a slot each have one link, which is its own median: look at its GB/s.
 #   command   bash launch/check.sh HOSTFILE [SHARED_FOLDER]      (INTERFACE=eth0, LAUNCHER=... as launch/hostfile.sh)
 #   hardware  as the run

@@ -3,18 +3,22 @@
     bash launch/check.sh HOSTFILE [SHARED_FOLDER]        then measures links and GPUs too (links.py)
 
 Prints one line per problem. Exit codes: 0 no problem, 1 problems, 2 the hostfile cannot be read.
+With --report HOST SHARED_FOLDER it prints this host's own report as JSON, which the check fetches over ssh.
 """
 
+import argparse
+import functools
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from infcl.cluster.hostfile import SSH_OPTIONS, read_hostfile
-from infcl.parallel.host_info import differences
+from infcl.cluster.hostfile import for_each, read_hostfile, ssh
+from infcl.parallel.host_info import differences, software
 
 TIMEOUT_S = 300  # a busy host imports torch slowly
 MAX_SKEW_S = 2.0
@@ -22,13 +26,44 @@ MIN_FREE_GB = 20.0
 _BUSY_MIB = 1024
 
 
-def ask(host: str, shared: Path) -> dict:
-    """Return the host's report with its clock skew, "skew_s" in seconds, or {"error": ...} if it cannot be fetched."""
-    words = [sys.executable, "-m", "infcl.cluster.host_report", str(shared), host]
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m infcl.cluster.check", description=__doc__.splitlines()[0])
+    parser.add_argument("hostfile", nargs="?", default="hosts")
+    parser.add_argument("shared", nargs="?", type=Path, default=Path(), help="shared folder [working directory]")
+    parser.add_argument("--report", nargs=2, metavar=("HOST", "SHARED"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.report:
+        host, folder = arguments.report
+        print(json.dumps(report(Path(folder), host)))
+        return 0
     try:
-        done = _ssh(host, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}")
+        hosts = read_hostfile(arguments.hostfile)
+    except ValueError as error:
+        print(f"hostfile: {error}", file=sys.stderr)
+        return 2
+    shared = arguments.shared.resolve()
+    fetch_from = functools.partial(fetch, shared=shared)
+    for_each(hosts, fetch_from)  # every host writes its mark
+    reports = for_each(hosts, fetch_from)  # and lists those of the others
+    for mark in shared.glob(".check-*"):
+        mark.unlink(missing_ok=True)
+    found = problems(hosts, reports)
+    for line in found:
+        print(line)
+    gpus = sum(len(report.get("gpus", ())) for report in reports.values())
+    right = "right" if gpus else "right for ranks on CPUs (no host has nvidia-smi)"
+    result = f"{len(found)} problems" if found else right
+    print(f"{len(hosts)} hosts, {sum(hosts.values())} slots, {gpus} GPUs: {result}")
+    return 1 if found else 0
+
+
+def fetch(host: str, shared: Path) -> dict:
+    """Return the host's report with its clock skew, "skew_s" in seconds, or {"error": ...} if it cannot be fetched."""
+    words = [sys.executable, "-m", "infcl.cluster.check", "--report", host, str(shared)]
+    try:
+        done = ssh(host, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}", timeout=TIMEOUT_S)
         sent = time.time()  # a separate connection: the report takes seconds, which would hide a clock error
-        clock = _ssh(host, "date +%s.%N")
+        clock = ssh(host, "date +%s.%N", timeout=TIMEOUT_S)
         received = time.time()
     except subprocess.TimeoutExpired:
         return {"error": f"did not answer within {TIMEOUT_S} s"}
@@ -37,21 +72,15 @@ def ask(host: str, shared: Path) -> dict:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"error": f"{'ssh failed' if done.returncode == 255 else 'its report failed'}: {last}"}
-    try:
-        report = json.loads((done.stdout.strip().splitlines() or [""])[-1])
-    except ValueError:  # the login shell prints something at its end, or runs no command
+    try:  # the last lines, since the login shell may print something at its beginning
+        own = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except ValueError:
         return {"error": f"its report is no JSON but ends in {done.stdout.strip()[-80:]!r}"}
     try:
-        there = float((clock.stdout.strip().splitlines() or [""])[-1])
+        there = float(clock.stdout.strip().rpartition("\n")[2])
     except ValueError:
         return {"error": f"its clock cannot be read: date +%s.%N ends in {clock.stdout.strip()[-80:]!r}"}
-    report["skew_s"] = max(sent - there, there - received, 0.0)
-    return report
-
-
-def _ssh(host: str, command: str) -> subprocess.CompletedProcess[str]:
-    words = ["ssh", *SSH_OPTIONS, host, command]
-    return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+    return own | {"skew_s": max(sent - there, there - received, 0.0)}
 
 
 def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
@@ -59,7 +88,7 @@ def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
 
     Args:
         hosts: {host: slots}.
-        reports: {host: the return value of `ask`}.
+        reports: {host: the return value of `fetch`}.
     """
     lines = [f"{host}: {report['error']}" for host, report in reports.items() if "error" in report]
     there = {host: report for host, report in reports.items() if "error" not in report}
@@ -78,42 +107,56 @@ def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
                 lines.append(f"{host}: GPU {number} is in use ({gpu['memory_used_mib']} of {gpu['memory_mib']} MiB)")
         shared = report["shared"]
         if shared["error"]:
-            lines.append(f"{host}: the shared folder cannot be written: {shared['error']}")
+            lines.append(f"{host}: cannot write to the shared folder: {shared['error']}")
         elif shared["free_gb"] < MIN_FREE_GB:
-            lines.append(f"{host}: {shared['free_gb']:.1f} GB free in the shared folder, {MIN_FREE_GB:.0f} wanted")
+            lines.append(f"{host}: {shared['free_gb']:.1f} GB free in the shared folder, {MIN_FREE_GB:.0f} needed")
         if not shared["error"] and not marks <= set(shared["files"]):
             unseen = ", ".join(sorted(mark.removeprefix(".check-") for mark in marks - set(shared["files"])))
-            lines.append(f"{host}: the folder is not shared: what {unseen} wrote there is not seen")
+            lines.append(f"{host}: the folder is not shared: files that {unseen} wrote there are missing")
     names = {gpu["name"] for report in there.values() for gpu in report["gpus"]}
     return lines + ([f"GPUs of different kinds: {', '.join(sorted(names))}"] if len(names) > 1 else [])
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) not in (1, 2):
-        print("usage: python -m infcl.cluster.check HOSTFILE [SHARED_FOLDER]", file=sys.stderr)
-        return 2
-    shared = Path(arguments[1] if len(arguments) == 2 else ".").resolve()
+def report(shared: Path, name: str) -> dict:
+    """Return this host's {"software", "gpus", "gpu_error", "shared"}. Needs neither a GPU nor a process group.
+
+    Args:
+        shared: the shared folder.
+        name: the host's name in the hostfile, because two hosts may have the same hostname.
+    """
+    found, error = gpus()
+    return {"software": software(), "gpus": found, "gpu_error": error, "shared": shared_folder(shared, name)}
+
+
+def gpus() -> tuple[list[dict], str | None]:
+    """Query nvidia-smi.
+
+    Returns:
+        [{"name", "memory_used_mib", "memory_mib"}], empty without nvidia-smi or if it fails.
+        The reason for a failure, else None.
+    """
+    command = ["nvidia-smi", "--query-gpu=name,memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
-        hosts = read_hostfile(arguments[0])
-    except ValueError as error:
-        print(f"hostfile: {error}", file=sys.stderr)
-        return 2
-    with ThreadPoolExecutor(32) as pool:
-        list(pool.map(lambda host: ask(host, shared), hosts))  # every host writes its mark
-        reports = dict(zip(hosts, pool.map(lambda host: ask(host, shared), hosts)))  # and lists those of the others
-    for mark in shared.glob(".check-*"):
-        mark.unlink(missing_ok=True)
-    found = problems(hosts, reports)
-    for line in found:
-        print(line)
-    gpus = sum(len(report.get("gpus", ())) for report in reports.values())
-    right = "right" if gpus else "right for ranks on CPUs (no host has nvidia-smi)"
-    print(
-        f"{len(hosts)} hosts, {sum(hosts.values())} slots, {gpus} GPUs: "
-        + (f"{len(found)} problems" if found else right)
-    )
-    return 1 if found else 0
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return [], None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], str(error)
+    if done.returncode != 0:
+        first = ((done.stdout + done.stderr).strip().splitlines() or ["no message"])[0]
+        return [], f"{first} (exit code {done.returncode})"
+    rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.strip()]
+    return [{"name": name, "memory_used_mib": int(used), "memory_mib": int(all_)} for name, used, all_ in rows], None
+
+
+def shared_folder(folder: Path, name: str) -> dict:
+    """Write this host's mark; return {"error": problem or None, "free_gb", "files": names of all hosts' marks}."""
+    try:
+        (folder / f".check-{name}").write_bytes(os.urandom(1 << 20))
+        marks = sorted(path.name for path in folder.glob(".check-*"))
+        return {"error": None, "free_gb": shutil.disk_usage(folder).free / 1e9, "files": marks}
+    except OSError as error:
+        return {"error": f"{error.strerror or error}", "free_gb": 0.0, "files": []}
 
 
 if __name__ == "__main__":

@@ -14,11 +14,14 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 # BatchMode: ssh must not prompt. ssh gives up a host that stops answering after 45 s (three intervals).
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
 
 
@@ -47,7 +50,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
             raise ValueError(f"{path}, line {number}: {host} occurs already in line {first_lines[host]}")
         hosts[host], first_lines[host] = slots, number
     if not hosts:
-        raise ValueError(f"{path} names no host; write one line per node, like 'worker-1 slots=8'")
+        raise ValueError(f"{path} has no host; write one line per node, like 'worker-1 slots=8'")
     return hosts
 
 
@@ -59,13 +62,30 @@ def _problem(words: list[str]) -> str | None:
     return "slots must be at least 1" if int(words[1].removeprefix("slots=")) < 1 else None
 
 
+def ssh(host: str, command: str, *, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a shell command on the host, without a password and without input.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes longer than `timeout` seconds.
+        OSError: there is no ssh here.
+    """
+    words = [*_SSH, host, command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+def for_each(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str, T]:
+    """Return {host: function(host)}, for up to 32 hosts at a time."""
+    hosts = list(hosts)
+    with ThreadPoolExecutor(32) as pool:
+        return dict(zip(hosts, pool.map(function, hosts)))
+
+
 def answers(host: str) -> bool:
     """Return whether ssh can log in to the host and run a command, without a password."""
     try:
-        tried = subprocess.run(["ssh", *SSH_OPTIONS, host, "true"], capture_output=True, timeout=20)
+        return ssh(host, "true", timeout=20).returncode == 0
     except subprocess.TimeoutExpired:
         return False
-    return tried.returncode == 0
 
 
 def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, global_batch_size: int | None) -> dict:
@@ -81,7 +101,7 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
         {host: slots} in the file's order. Hosts earlier in the file are preferred.
 
     Raises:
-        ValueError: fewer than `min_hosts` can be used. The message lists the hosts that do not answer.
+        ValueError: fewer than `min_hosts` can be used.
     """
     chosen = [host for host in hosts if host in alive]
     if global_batch_size:
@@ -110,12 +130,9 @@ def _largest_sets(hosts: dict[str, int]) -> dict[int, tuple[str, ...]]:
 
 
 def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
-    """Return the numbers of hosts for which some choice of hosts has ranks that divide the global batch."""
-    sums: list[set[int]] = [{0}, *(set() for _ in hosts)]  # [number of hosts] -> how many ranks they may have
-    for slots in hosts.values():
-        for count in range(len(hosts), 0, -1):
-            sums[count] |= {ranks + slots for ranks in sums[count - 1]}
-    return [count for count in range(1, len(sums)) if any(global_batch_size % ranks == 0 for ranks in sums[count])]
+    """Return the numbers of hosts whose ranks divide the global batch, of the largest sets for each number of ranks."""
+    sets = _largest_sets(hosts).items()
+    return sorted({len(those) for ranks, those in sets if ranks and global_batch_size % ranks == 0})
 
 
 def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int | None) -> str:
@@ -125,19 +142,16 @@ def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: in
         ValueError: `min_hosts` is out of range, or a run could not continue after the loss of any host.
     """
     if not 1 <= min_hosts <= len(hosts):
-        raise ValueError(f"--min-hosts {min_hosts} must lie in [1, {len(hosts)}], the hosts of the file")
+        raise ValueError(f"--min-hosts {min_hosts} must be in [1, {len(hosts)}], the hosts of the file")
     if global_batch_size is None:
         return f"at least {min_hosts} of {len(hosts)} hosts"
     counts = dividing_counts(hosts, global_batch_size)
-    text = f"a batch of {global_batch_size} is divided by the ranks of {_listed(counts)} of {len(hosts)} hosts"
+    named = ", ".join(map(str, counts)) or "none"
+    text = f"a batch of {global_batch_size} is divided by the ranks of {named} of {len(hosts)} hosts"
     usable = [count for count in counts if count >= min_hosts]
     if not usable or (usable == [len(hosts)] and min_hosts < len(hosts)):
-        raise ValueError(f"--min-hosts {min_hosts}: no fewer than all hosts can be gone on with, since {text}")
+        raise ValueError(f"--min-hosts {min_hosts}: the run could not continue without one of the hosts: {text}")
     return text
-
-
-def _listed(counts: list[int]) -> str:
-    return ", ".join(map(str, counts)) or "none"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,8 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.action == "counts":
             print(check_counts(hosts, min_hosts=arguments.min_hosts, global_batch_size=arguments.global_batch_size))
         if arguments.action == "alive":
-            with ThreadPoolExecutor(32) as pool:
-                alive = {host for host, answer in zip(hosts, pool.map(answers, hosts)) if answer}
+            alive = {host for host, answer in for_each(hosts, answers).items() if answer}
             options = {"min_hosts": arguments.min_hosts, "global_batch_size": arguments.global_batch_size}
             for host, slots in choose_alive(hosts, alive, **options).items():
                 print(f"{host} slots={slots}")

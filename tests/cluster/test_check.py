@@ -1,4 +1,4 @@
-"""What launch/check.sh finds wrong: said from hosts' reports and from figures, without hosts."""
+"""Problems that launch/check.sh reports, found in hosts' reports and in measured rates, without hosts."""
 
 import json
 import subprocess
@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from infcl.cluster import check, links
-from infcl.cluster.check import ask, problems
-from infcl.cluster.host_report import gpus, shared_folder
-from infcl.cluster.links import _meetings, extremes, slow_ones
+from infcl.cluster.check import fetch, gpus, problems, shared_folder
+from infcl.cluster.links import _rounds, extremes, slow_ones
 from infcl.parallel.rendezvous import nodes_of
 from tests.lib.checkout import ROOT
 from tests.lib.ranks import run_ranks
@@ -50,20 +49,23 @@ READ_ONLY = {"error": "Read-only file system", "free_gb": 0.0, "files": []}
         ({"software": {"torch": "2.10"}}, "torch: 2.11 on a, c; 2.10 on b"),
         ({"gpus": [USED] * 8}, "b: GPU 0 is in use (60000 of"),
         ({"gpus": [OTHER] * 8}, "GPUs of different kinds: H100, H200"),
-        ({"shared": READ_ONLY}, "b: the shared folder cannot be written: Read-only"),
+        ({"shared": READ_ONLY}, "b: cannot write to the shared folder: Read-only"),
         ({"shared": {"error": None, "free_gb": 3.0, "files": MARKS}}, "b: 3.0 GB free"),
-        ({"shared": {"error": None, "free_gb": 500.0, "files": MARKS[1:2]}}, "b: the folder is not shared: what a, c"),
+        (
+            {"shared": {"error": None, "free_gb": 500.0, "files": MARKS[1:2]}},
+            "b: the folder is not shared: files that a, c wrote",
+        ),
         ({"error": "ssh failed: no route"}, "b: ssh failed: no route"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_host(changes, line):
-    assert any(line in said for said in found(**changes)), found(**changes)
+def test_problems_are_reported_with_the_host(changes, line):
+    assert any(line in found_line for found_line in found(**changes)), found(**changes)
 
 
 @pytest.mark.parametrize("hosts", [[8, 8], [4, 4, 4], [1, 2, 3, 2], [1] * 9])
-def test_every_two_hosts_meet_once_with_all_ranks_and_no_host_twice_in_a_round(hosts):
+def test_every_two_hosts_are_paired_once_and_no_host_twice_in_a_round(hosts):
     everyone = [(f"h{host}", local) for host, size in enumerate(hosts) for local in range(size)]
-    rounds = [[(everyone[a], everyone[b]) for a, b in pairs] for pairs in _meetings(nodes_of(everyone))]
+    rounds = [[(everyone[a], everyone[b]) for a, b in pairs] for pairs in _rounds(nodes_of(everyone))]
     met = [(a[0], b[0], a[1]) for pairs in rounds for a, b in pairs]
     numbers = range(len(hosts))
     expected = [
@@ -76,27 +78,25 @@ def test_every_two_hosts_meet_once_with_all_ranks_and_no_host_twice_in_a_round(h
         assert len({host for two in busy for host in two}) == 2 * len(busy)
 
 
-def test_containers_of_one_host_name_are_hosts_of_their_own():
+def test_containers_with_the_same_hostname_are_separate_hosts():
     nodes = nodes_of([("box", 0), ("box", 1), ("box", 0), ("box", 1), ("other", 0)])
     names = [name for node in nodes for name in links._names(node, nodes)]
     assert names == ["box@0:0", "box@0:1", "box@2:0", "box@2:1", "other:0"]
-    assert sorted(pair for pairs in _meetings(nodes) for pair in pairs) == [(0, 2), (0, 4), (1, 3), (2, 4)]
+    assert sorted(pair for pairs in _rounds(nodes) for pair in pairs) == [(0, 2), (0, 4), (1, 3), (2, 4)]
 
 
 def figures(hosts: str = "abcd", ranks: int = 2, slow: float = 2.0, at: tuple[str, ...] = ()) -> dict:
-    """Even ones except the links, or all links of the ranks, in `at`."""
+    """Return equal rates, except for the links, or all links of the ranks, in `at`."""
     names = [(f"{a}:{k}", f"{b}:{k}") for a in hosts for b in hosts if a < b for k in range(ranks)]
     between = {f"{a} - {b}": slow if {a, b, f"{a} - {b}"} & set(at) else 10.0 for a, b in names}
     return {
         "tflops": {f"{host}:{k}": 700.0 for host in hosts for k in range(ranks)} | {f"{hosts[0]}:{ranks}": 690.0},
         "within_hosts": {},
         "between_hosts": between,
-        "ring": {"a:0": 300.0, "a:1": 9.0},
     }
 
 
-def test_even_figures_name_nobody():
-    """A ring's links to the next host are slower than those within one."""
+def test_equal_rates_report_nothing():
     assert slow_ones(figures()) == []
 
 
@@ -109,36 +109,27 @@ def test_even_figures_name_nobody():
         ("abc", 1, ("c:0",), ["all of c"]),  # though most links are slow
         ("abcde", 2, ("c:0", "c:1", "a:0", "d:0 - e:0"), ["all of a:0", "all of c", "d:0 - e:0"]),
         ("bacd", 1, ("a:0",), ["all of a"]),
-        ("acd", 1, ("a:0",), ["all of a:0"]),  # the first host has another rank, of which nothing is known
-        ("ab", 8, ("a:5",), ["a:5 - b:5"]),  # of two hosts nothing tells whose card it is
+        ("acd", 1, ("a:0",), ["all of a:0"]),  # the first host has another rank, without a link
+        ("ab", 8, ("a:5",), ["a:5 - b:5"]),  # with two hosts it is unknown whose card it is
         ("ab", 8, tuple(f"a:{k}" for k in range(8)), []),  # all alike
     ],
 )
-def test_a_slow_link_is_named_and_a_slow_rank_or_host_instead_of_its_links(hosts, ranks, at, named):
+def test_a_slow_link_is_reported_and_a_slow_rank_or_host_instead_of_its_links(hosts, ranks, at, named):
     found = slow_ones(figures(hosts, ranks, at=at))
     assert found == [f"slow link: {name}, 2 GB/s (usual 10)" for name in named]
 
 
-def test_of_two_hosts_whose_links_are_slow_the_slower_one_is_blamed_first():
-    """In a circle each has two; that to the slowest is slow for the next one too."""
-    pairs = {("a", "b"): 4.0, ("b", "c"): 0.1, ("c", "d"): 0.1, ("d", "a"): 10.0}
-    between = {" - ".join(sorted(f"{host}:0" for host in pair)): rate for pair, rate in pairs.items()}
-    found = slow_ones(figures("abcd", 1) | {"between_hosts": between})
-    assert [line.partition(",")[0] for line in found] == ["slow link: all of c", "slow link: a:0 - b:0"]
-
-
-def test_the_least_and_the_median_are_said_of_two_hosts_one_link_too():
+def test_minimum_and_median_are_printed_for_the_only_link_of_two_hosts():
     one_link = figures("ab", 1, slow=0.012, at=("a:0",))
     assert slow_ones(one_link) == []
     assert extremes(one_link) == [
         "least tflops: 690 TFLOP/s (a:1), median 700",
         "least between hosts: 0.012 GB/s (a:0 - b:0), median 0.012",
-        "least in the ring: 9 GB/s (a:1), median 154",
     ]
 
 
 def measured_on_two_hosts(rank, world_size):
-    """Two hosts of two ranks; the clock of the first host's second one shows ten times the others' seconds."""
+    """Measure two hosts of two ranks; the clock of the first host's second rank runs ten times as fast."""
     import itertools
     from types import SimpleNamespace
     from unittest import mock
@@ -156,7 +147,7 @@ def measured_on_two_hosts(rank, world_size):
         return links.measure(Parallel(rank, world_size, rank % 2, device, dist.group.WORLD))
 
 
-def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_named():
+def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_reported():
     results, rate, product = run_ranks(measured_on_two_hosts, 4), 2**20 / 1e9, 2 * 8**3 / 1e12
     all_reduce, slower = (results[rank].pop("all_reduce") for rank in (0, 1))
     assert all_reduce == pytest.approx(1.5 * rate) and slower == pytest.approx(0.15 * rate)
@@ -165,7 +156,6 @@ def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_named()
         "tflops": {"host-0:0": product, "host-0:1": product / 10, "host-1:0": product, "host-1:1": product},
         "within_hosts": {"host-0:0 - host-0:1": rate, "host-1:0 - host-1:1": rate},
         "between_hosts": {"host-0:0 - host-1:0": rate, "host-0:1 - host-1:1": rate / 10},
-        "ring": {"host-0:0": rate, "host-0:1": rate / 10, "host-1:0": rate, "host-1:1": rate},
     }
     found = slow_ones(results[0])
     assert [line.partition(",")[0] for line in found] == [
@@ -175,30 +165,30 @@ def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_named()
 
 def test_one_rank_has_no_links():
     result = run_ranks(measured_on_two_hosts, 1)[0]
-    assert result["within_hosts"] == result["between_hosts"] == result["ring"] == {} and slow_ones(result) == []
+    assert result["within_hosts"] == result["between_hosts"] == {} and slow_ones(result) == []
     assert [line.split(":")[0] for line in extremes(result)] == ["least tflops"]
 
 
-def test_a_slow_gpu_is_named():
+def test_a_slow_gpu_is_reported():
     result = figures("ab") | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0, "b:1": 700.0}}
     assert slow_ones(result) == ["slow GPU or CPU: a:1, 500 TFLOP/s (usual 700)"]
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     assert shared_folder(tmp_path, "a")["error"] is None
     assert "No such file" in shared_folder(tmp_path / "none", "a")["error"]
 
 
-def test_two_hosts_of_one_hostname_do_not_take_their_own_marks_for_the_others(tmp_path):
-    """Marks bear the hostfile's names: of clones of one image, each with a folder of its own, none would be missed."""
+def test_hosts_with_the_same_hostname_do_not_mistake_their_own_marks_for_each_others(tmp_path):
+    """Marks have the hostfile's names. Otherwise clones of one image, each with its own folder, would see all marks."""
     reports = {}
     for name in ("10.0.0.1", "10.0.0.2"):
         (tmp_path / name).mkdir()
         reports[name] = report(shared=shared_folder(tmp_path / name, name))
     found = problems(dict.fromkeys(reports, 8), reports)
     assert [line for line in found if "not shared" in line] == [
-        "10.0.0.1: the folder is not shared: what 10.0.0.2 wrote there is not seen",
-        "10.0.0.2: the folder is not shared: what 10.0.0.1 wrote there is not seen",
+        "10.0.0.1: the folder is not shared: files that 10.0.0.2 wrote there are missing",
+        "10.0.0.2: the folder is not shared: files that 10.0.0.1 wrote there are missing",
     ]
 
 
@@ -210,8 +200,8 @@ def test_two_hosts_of_one_hostname_do_not_take_their_own_marks_for_the_others(tm
         ("echo 'H100, PCIe, 4, 81559'", ([{"name": "H100, PCIe", "memory_used_mib": 4, "memory_mib": 81559}], None)),
     ],
 )
-def test_gpus_that_cannot_be_asked_are_no_host_without_any(tmp_path, monkeypatch, nvidia_smi, expected):
-    """On all hosts at once that was taken for hosts of CPUs."""
+def test_a_failing_nvidia_smi_is_not_a_host_without_gpus(tmp_path, monkeypatch, nvidia_smi, expected):
+    """On all hosts at once it would look like hosts without GPUs."""
     monkeypatch.setenv("PATH", str(tmp_path))
     if nvidia_smi:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{nvidia_smi}\n")
@@ -219,16 +209,16 @@ def test_gpus_that_cannot_be_asked_are_no_host_without_any(tmp_path, monkeypatch
     assert gpus() == expected
 
 
-def test_hosts_without_gpus_are_called_right_for_cpus_alone(tmp_path, monkeypatch, capsys):
+def test_hosts_without_gpus_are_right_only_for_ranks_on_cpus(tmp_path, monkeypatch, capsys):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    shared = {"error": None, "free_gb": 500.0, "files": [".check-a", ".check-b"]}
-    monkeypatch.setattr(check, "ask", lambda host, folder: report(gpus=[], shared=shared))
+    folder = {"error": None, "free_gb": 500.0, "files": [".check-a", ".check-b"]}
+    monkeypatch.setattr(check, "fetch", lambda host, shared: report(gpus=[], shared=folder))
     assert check.main([str(tmp_path / "hosts"), str(tmp_path)]) == 0
     assert capsys.readouterr().out == "2 hosts, 2 slots, 0 GPUs: right for ranks on CPUs (no host has nvidia-smi)\n"
 
 
 def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
-    command = [sys.executable, "-m", "infcl.cluster.host_report", str(tmp_path), "a"]
+    command = [sys.executable, "-m", "infcl.cluster.check", "--report", "a", str(tmp_path)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert set(json.loads(printed)) == {"software", "gpus", "gpu_error", "shared"}
     assert (tmp_path / ".check-a").is_file()
@@ -248,12 +238,12 @@ def test_a_host_that_sends_no_report_is_a_problem_of_that_host(tmp_path, monkeyp
     if ssh:
         (tmp_path / "ssh").write_text(f"#!/bin/bash\n{ssh}\n")
         (tmp_path / "ssh").chmod(0o755)
-    assert ask("a", tmp_path) == {"error": error}
+    assert fetch("a", tmp_path) == {"error": error}
 
 
 @pytest.mark.parametrize("minutes", [-1, 0, 1])
-def test_a_clock_is_read_by_a_connection_of_its_own(tmp_path, monkeypatch, minutes):
-    """The report's own stamp was read, within the seconds that a report takes no error showed."""
+def test_a_clock_is_read_over_a_separate_connection(tmp_path, monkeypatch, minutes):
+    """A time stamp in the report would hide errors as long as the report takes."""
     (tmp_path / "ssh").write_text(
         "#!/bin/bash\n"
         f'case "${{@: -1}}" in date*) echo "last login"; date -d "{minutes} min" +%s.%N;; '
@@ -261,7 +251,7 @@ def test_a_clock_is_read_by_a_connection_of_its_own(tmp_path, monkeypatch, minut
     )
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    skew = ask("a", tmp_path)["skew_s"]
+    skew = fetch("a", tmp_path)["skew_s"]
     assert 30 < skew <= 60 if minutes else skew == 0.0
 
 
@@ -269,4 +259,4 @@ def test_a_clock_that_cannot_be_read_is_a_problem_of_that_host(tmp_path, monkeyp
     (tmp_path / "ssh").write_text('#!/bin/bash\ncase "${@: -1}" in date*) ;; *) echo "{}";; esac\n')
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "its clock cannot be read" in ask("a", tmp_path)["error"]
+    assert "its clock cannot be read" in fetch("a", tmp_path)["error"]

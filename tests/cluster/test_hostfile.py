@@ -31,10 +31,10 @@ def test_hosts_come_in_the_files_order_with_comments_left_out(tmp_path):
         ("a slots=8\nb slots=4\na slots=8\n", "line 3: a occurs already in line 1"),
         ("-oProxyCommand=x slots=1\n", "line 1: .*a host is a name or address"),
         ("a;reboot slots=1\n", "line 1: .*a host is a name or address"),
-        ("# nothing\n", "names no host"),
+        ("# nothing\n", "has no host"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(tmp_path, text, message, capsys):
+def test_an_invalid_line_is_reported_with_its_number(tmp_path, text, message, capsys):
     path = written(tmp_path, text)
     with pytest.raises(ValueError, match=message):
         read_hostfile(path)
@@ -42,7 +42,7 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path, text, message, capsys):
     assert capsys.readouterr().err.startswith("hostfile: ")
 
 
-def test_a_missing_hostfile_is_a_mistake_and_a_right_one_is_silent(tmp_path, capsys):
+def test_a_missing_hostfile_is_a_usage_error_and_a_valid_one_prints_nothing(tmp_path, capsys):
     assert main(["check", str(tmp_path / "none")]) == 2
     assert main(["check", str(written(tmp_path, "a slots=1\n"))]) == 0
     assert capsys.readouterr().out == ""
@@ -51,7 +51,7 @@ def test_a_missing_hostfile_is_a_mistake_and_a_right_one_is_silent(tmp_path, cap
 HOSTS = {"a": 8, "b": 8, "c": 8, "d": 8}
 
 
-def test_a_run_goes_on_with_the_hosts_that_answer():
+def test_a_run_continues_with_the_hosts_that_answer():
     assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=3, global_batch_size=None) == {"a": 8, "c": 8, "d": 8}
 
 
@@ -59,8 +59,8 @@ def test_hosts_are_left_out_until_the_ranks_divide_the_global_batch():
     assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=2, global_batch_size=4096) == {"a": 8, "c": 8}
 
 
-def test_of_hosts_of_different_slots_those_with_the_most_ranks_that_divide_go_on():
-    """Leaving out the last ones alone, 6 + 8 + 8 ranks used no rank; what the start reports has to hold."""
+def test_hosts_with_the_most_ranks_that_divide_the_batch_are_chosen():
+    """Leaving out only the last hosts of 6 + 8 + 8 ranks would find none; the counts agree with the choice."""
     mixed = {"a": 6, "b": 8, "c": 8}
     assert dividing_counts(mixed, 4096) == [1, 2]
     assert choose_alive(mixed, set(mixed), min_hosts=2, global_batch_size=4096) == {"b": 8, "c": 8}
@@ -95,38 +95,38 @@ def test_five_hundred_hosts_take_no_time(hosts):
 
 
 @pytest.mark.parametrize(("alive", "minimum"), [({"a"}, 2), ({"a", "b", "c"}, 3), (set(), 1)])
-def test_too_few_hosts_are_refused_with_their_names(alive, minimum):
+def test_too_few_hosts_are_rejected_with_their_names(alive, minimum):
     with pytest.raises(ValueError, match="at least . are needed .without an answer: .*d"):
         choose_alive(HOSTS, alive, min_hosts=minimum, global_batch_size=4096)
 
 
-def test_of_four_hosts_three_go_on_where_the_batch_allows_it():
+def test_three_of_four_hosts_continue_if_their_ranks_divide_the_batch():
     alive = {"a", "b", "d"}
     assert choose_alive(HOSTS, alive, min_hosts=3, global_batch_size=49152) == {"a": 8, "b": 8, "d": 8}
-    said = "a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts"
-    assert check_counts(HOSTS, min_hosts=3, global_batch_size=49152) == said
+    text = "a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts"
+    assert check_counts(HOSTS, min_hosts=3, global_batch_size=49152) == text
 
 
-def test_hosts_of_different_slots_count_by_any_of_them():
+def test_counts_of_hosts_with_different_slots():
     assert dividing_counts({"a": 8, "b": 4, "c": 4}, 16) == [1, 2, 3]
     assert dividing_counts({"a": 3, "b": 5}, 24) == [1, 2]
     assert dividing_counts({"a": 5, "b": 7}, 16) == []
 
 
 @pytest.mark.parametrize(("minimum", "batch"), [(3, 32768), (5, 49152), (0, 49152), (1, 7)])
-def test_a_minimum_that_no_lost_host_leaves_is_refused(tmp_path, minimum, batch, capsys):
+def test_a_minimum_that_a_lost_host_would_miss_is_rejected(tmp_path, minimum, batch, capsys):
     path = written(tmp_path, "".join(f"{host} slots={slots}\n" for host, slots in HOSTS.items()))
     assert main(["counts", str(path), "--min-hosts", str(minimum), "--global-batch-size", str(batch)]) == 2
     assert f"--min-hosts {minimum}" in capsys.readouterr().err
 
 
-def test_without_a_batch_any_number_of_hosts_will_do_from_the_least_on(tmp_path, capsys):
+def test_without_a_batch_any_number_of_hosts_from_the_minimum_on_is_accepted(tmp_path, capsys):
     path = written(tmp_path, "a slots=8\nb slots=8\n")
     assert main(["counts", str(path), "--min-hosts", "2"]) == 0
     assert capsys.readouterr().out == "at least 2 of 2 hosts\n"
     assert main(["counts", str(path), "--min-hosts", "3"]) == 2
-    assert "--min-hosts 3 must lie in [1, 2], the hosts of the file" in capsys.readouterr().err
+    assert "--min-hosts 3 must be in [1, 2], the hosts of the file" in capsys.readouterr().err
 
 
-def test_all_hosts_may_be_asked_for():
+def test_the_minimum_may_be_all_hosts():
     assert "1, 2, 4 of 4 hosts" in check_counts(HOSTS, min_hosts=4, global_batch_size=32768)

@@ -86,8 +86,8 @@ def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
 @pytest.mark.parametrize(
     ("options", "slots", "message"),
     [
-        (["--min-hosts", "0"], 8, "--min-hosts 0 must lie in [1, 4]"),
-        (["--min-hosts", "5"], 8, "--min-hosts 5 must lie in [1, 4]"),
+        (["--min-hosts", "0"], 8, "--min-hosts 0 must be in [1, 4]"),
+        (["--min-hosts", "5"], 8, "--min-hosts 5 must be in [1, 4]"),
         (["--min-hosts", "x"], 8, "invalid int value: 'x'"),
         ([], "eight", "line 1: 'a slots=eight': after the host comes slots=N"),
         (["--hostfile", "none/hosts"], 8, "none/hosts: No such file or directory; write one line per node"),
