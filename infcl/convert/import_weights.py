@@ -11,7 +11,6 @@ pixels were normalised differently, the first convolution and the position embed
 """
 
 import dataclasses
-import json
 import pickle
 import re
 import struct
@@ -24,8 +23,8 @@ import torch.nn.functional as F
 
 from infcl.convert.hf_clip import from_hf, from_hf_config
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers, load_any_config
-from infcl.models.open_clip_config import PREFIX, open_clip_folder
-from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, Preprocess
+from infcl.models.open_clip_config import PREFIX, import_open_clip, parse_preprocess, read_object
+from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 _SCALARS = ("logit_scale", "logit_bias")
 _ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
@@ -91,15 +90,19 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
 
 
 def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
-    """Return the preprocess_cfg that comes with the weights of --pretrained, an open_clip tag or a folder; else {}."""
+    """Return the preprocess_cfg that comes with the weights of --pretrained, an open_clip tag or a folder; else {}.
+
+    Raises:
+        ValueError: open_clip has no such tag, or a value is invalid.
+    """
     if source is None:
         return {}
     if source.startswith(PREFIX):
         said: dict[str, Any] = _tag(source, model)
     else:
         said = next((fields for fields, prefix in _preprocessing(Path(source)) if not prefix), {})
-    known = {field.name for field in dataclasses.fields(Preprocess)}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in said.items() if key in known}
+    preprocess = dataclasses.asdict(parse_preprocess(said, f"--pretrained {source}"))
+    return {name: value for name, value in preprocess.items() if name in said}
 
 
 def read_tag(source: str, model: str) -> Weights:
@@ -121,13 +124,15 @@ def read_tag(source: str, model: str) -> Weights:
 
 def _tag(source: str, model: str) -> dict[str, Any]:
     """Return open_clip's entry for a tag: url, mean, std, interpolation, resize_mode."""
-    open_clip_folder()
+    import_open_clip(f"--pretrained {source}")
     from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
     name = model.removeprefix(PREFIX).replace("/", "-")
     if not (about := get_pretrained_cfg(name, source.removeprefix(PREFIX))):
         tags = ", ".join(list_pretrained_tags_by_model(name)) or "none"
-        raise ValueError(f"--pretrained {source}: open_clip has no such weights of {name}; it has {tags}")
+        raise ValueError(
+            f"--pretrained {source}: open_clip has no weights of that name for --model {model}; it has {tags}"
+        )
     return about
 
 
@@ -153,7 +158,7 @@ def load_pretrained(
     for tower, path in (("whole", whole), ("image", image), ("text", text)):
         if path is not None:
             weights = read_tag(path, name) if path.startswith(PREFIX) else read_weights(path)
-            changes = load_tower(model, weights, tower)
+            changes = load_tower(model, weights, tower, name)
             what = "all weights" if tower == "whole" else f"the {tower} tower's weights"
             lines.append("; ".join([f"{what} are those of {weights.source}", *changes]))
     return lines
@@ -172,7 +177,7 @@ def model_with(weights: Weights, cfg: CLIPConfig | OpenClipConfig) -> Any:
 
 
 @torch.no_grad()
-def load_tower(model: Any, weights: Weights, tower: str = "whole") -> list[str]:
+def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: str = "") -> list[str]:
     """Load one tower or the full model. On an error nothing is loaded.
 
     A tower consists of its parameters, including its projection, without logit_scale. In the full model only logit_bias
@@ -182,6 +187,7 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole") -> list[str]:
         model: the model.
         weights: the weights.
         tower: "image", "text" or "whole".
+        model_name: value of --model, for messages.
 
     Returns:
         One line per change to the weights.
@@ -206,7 +212,8 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole") -> list[str]:
     unexpected = [name for name in given if name not in mine and name != "logit_bias"]
     wrong = [name for name in mine if name in given and given[name].shape != mine[name].shape]
     if missing or unexpected or wrong:
-        lines = [f"{weights.source} does not fit {'the model' if tower == 'whole' else f'the {tower} tower'}:"]
+        part = "the model" if tower == "whole" else f"the {tower} tower"
+        lines = [f"{weights.source} does not fit {part}{f' of --model {model_name}' if model_name else ''}:"]
         lines += _listed("missing", [f"{name} {list(mine[name].shape)}" for name in missing])
         lines += _listed("unexpected", [f"{name} {list(given[name].shape)}" for name in unexpected])
         lines += _listed(
@@ -214,6 +221,8 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole") -> list[str]:
         )
         if "token_embedding.weight" in wrong:
             lines.append("  (another vocabulary: keep the source's tokenizer, or load --pretrained-image alone)")
+        elif not any(name in given for name in mine):
+            lines.append("  (no name in common: choose the --model whose weights these are)")
         raise ValueError("\n".join(lines))
     model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)
     changes += ["logit_bias is not there: it begins as the loss's"] if mine.keys() - given.keys() else []
@@ -333,7 +342,7 @@ def _preprocessing(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (preprocessing fields, prefix of mean and std) of each file of the folder that has them."""
     for name, section, prefix in _PREPROCESSING:
         if (path / name).is_file():
-            fields = json.loads((path / name).read_text(encoding="utf-8"))
+            fields = read_object(path / name)
             yield (fields.get(section) or {}) if section else fields, prefix
 
 
@@ -380,5 +389,5 @@ def _folder_config(path: Path) -> CLIPConfig | OpenClipConfig | None:
     if (path / "model_config.json").is_file():
         return load_any_config(path / "model_config.json")
     if (path / "config.json").is_file():
-        return from_hf_config(json.loads((path / "config.json").read_text(encoding="utf-8")), str(path / "config.json"))
+        return from_hf_config(read_object(path / "config.json"), str(path / "config.json"))
     return None

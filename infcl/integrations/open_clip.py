@@ -13,12 +13,20 @@ import sys
 from torch import nn
 
 from infcl.loss.contrastive import InfCLLoss, SigLipLoss
+from infcl.models.open_clip_config import import_open_clip
+from infcl.parallel.errors import report_mistake
 
 
 def use_ring_loss() -> None:
-    """Replace the loss of open_clip_train.main with `create_loss` of this module."""
-    from open_clip_train import main
+    """Replace the loss of open_clip_train.main with `create_loss` of this module.
 
+    Raises:
+        ValueError: open_clip_train, or a package that it needs, is not installed.
+    """
+    try:
+        from open_clip_train import main
+    except ImportError as error:
+        raise ValueError(f"open_clip's trainer needs pip install 'open_clip_torch[training]' ({error})") from error
     main.create_loss = create_loss
 
 
@@ -37,8 +45,17 @@ def create_loss(args: argparse.Namespace) -> nn.Module:
     return InfCLLoss(local_loss=True, gather_with_grad=True, use_horovod=args.horovod, **place)
 
 
-if __name__ == "__main__":
-    from open_clip_train.main import main
+def main(arguments: list[str]) -> int:
+    """Run open_clip's trainer with the ring loss. Return 2 for a usage error, which is reported in one line."""
+    program = "infcl.integrations.open_clip"
+    try:
+        import_open_clip(program)
+        use_ring_loss()
+    except ValueError as error:
+        return report_mistake(program, error)
+    sys.modules["open_clip_train.main"].main(arguments)
+    return 0
 
-    use_ring_loss()
-    main(sys.argv[1:])
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infcl.models.config import CLIPConfig, with_overrides
-from infcl.models.open_clip_config import OpenClipConfig
+from infcl.models.open_clip_config import OpenClipConfig, import_open_clip
 from infcl.models.text import TextTower
 from infcl.models.vision import VisionTransformer
 
@@ -36,6 +36,7 @@ def build_towers(cfg: CLIPConfig | OpenClipConfig, **options: Any) -> Any:
     """
     if isinstance(cfg, CLIPConfig):
         return CLIP(cfg, **options)
+    import_open_clip(f"--model {cfg.source}")
     from infcl.models.open_clip_model import build_open_clip
 
     return build_open_clip(cfg, **options)

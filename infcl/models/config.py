@@ -24,6 +24,7 @@ from infcl.models.open_clip_config import (
     OpenClipConfig,
     load_open_clip_config,
     open_clip_config,
+    read_object,
 )
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
@@ -205,15 +206,10 @@ def load_any_config(name_or_path: str | Path) -> CLIPConfig | OpenClipConfig:
             path = path / "open_clip_config.json"
     if not path.is_file():
         raise ValueError(f"no model {str(name_or_path)!r}: not a file, and not one of {', '.join(list_models())}")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if isinstance(fields, dict):
-        if fields.get("built_by") == BUILT_BY:
-            return open_clip_config(fields, source=str(path))
-        fields = fields.get("model_cfg", fields)
-    return parse_model_config(fields, source=str(path))
+    fields = read_object(path)
+    if fields.get("built_by") == BUILT_BY:
+        return open_clip_config(fields, source=str(path))
+    return parse_model_config(fields.get("model_cfg", fields), source=str(path))
 
 
 def parse_model_config(fields: dict[str, Any], *, source: str = "model config") -> CLIPConfig:

@@ -8,11 +8,14 @@ transform.py.
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
@@ -21,6 +24,7 @@ BUILT_BY = "open_clip"  # marks the model_config.json of a run
 CLEAN = {"clean": "canonicalize"}  # tokenizer_kwargs: repair captions, then remove punctuation and capitals
 _TEXT_DEFAULTS: dict[str, Any] = {"context_length": 77, "vocab_size": 49408, "pad_id": 0, "eos_id": 2}
 _TEXT_DEFAULTS |= {"pool_type": "argmax", "hf_model_name": None, "tokenizer_kwargs": None}
+_TOWERS = {"vision_cfg": "image tower", "text_cfg": "text tower"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class OpenClipConfig:
         preprocess: preprocess_cfg.
 
     Raises:
-        ValueError: embed_dim, vision_cfg or text_cfg is missing, the model has a captioning decoder, or its images are
+        ValueError: a size is missing or not a positive integer, the model has a captioning decoder, or its images are
             not square.
     """
 
@@ -73,9 +77,11 @@ class OpenClipConfig:
     preprocess: Preprocess = Preprocess()
 
     def __post_init__(self):
-        for name in ("embed_dim", "vision_cfg", "text_cfg"):
-            if name not in self.fields:
-                raise ValueError(f"{self.source}: no model config of open_clip's, {name} is missing")
+        for part in ("vision_cfg", "text_cfg"):
+            if not isinstance(self.fields.get(part), dict):
+                raise ValueError(
+                    f"{self.source}: {part} of the {_TOWERS[part]} must be a JSON object, not {self.fields.get(part)!r}"
+                )
         if "multimodal_cfg" in self.fields:
             raise ValueError(
                 f"{self.source} has a captioning decoder (multimodal_cfg, CoCa), which a contrastive loss does not "
@@ -83,7 +89,17 @@ class OpenClipConfig:
             )
         size = self.fields["vision_cfg"].get("image_size", 224)
         if isinstance(size, (list, tuple)) and len(set(size)) != 1:
-            raise ValueError(f"{self.source}: images of {size} pixels; the loader makes square ones")
+            raise ValueError(
+                f"{self.source}: the image tower takes images of {size} pixels; the loader makes square ones"
+            )
+        for where, name, value in (
+            ("model", "embed_dim", self.fields.get("embed_dim")),
+            (_TOWERS["vision_cfg"], "vision_cfg.image_size", self.vision_cfg.image_size),
+            (_TOWERS["text_cfg"], "text_cfg.context_length", self.text_cfg.context_length),
+            (_TOWERS["text_cfg"], "text_cfg.vocab_size", self.text_cfg.vocab_size),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{self.source}: {name} of the {where} must be a positive integer, not {value!r}")
 
     @property
     def embed_dim(self) -> int:
@@ -144,8 +160,8 @@ class OpenClipConfig:
         fields = dict(self.fields)
         for part in ("vision_cfg", "text_cfg"):
             fields[part] = fields[part] | given.get(part, {})
-        preprocess = dataclasses.replace(self.preprocess, **given.get("preprocess", {}))
-        return dataclasses.replace(self, fields=fields, preprocess=preprocess)
+        preprocess = dataclasses.asdict(self.preprocess) | given.get("preprocess", {})
+        return dataclasses.replace(self, fields=fields, preprocess=parse_preprocess(preprocess, self.source))
 
 
 def preprocess_of(cfg: Any) -> Preprocess:
@@ -170,28 +186,45 @@ def load_open_clip_config(name_or_path: str) -> OpenClipConfig:
         path = configs / f"{name.replace('/', '-')}.json"
         if path.parent != configs or not path.is_file():
             raise ValueError(
-                f"--model {name_or_path}: no file, and no model that open_clip has built in; "
+                f"--model {name_or_path}: not a file, and not a model that is built into open_clip; "
                 "`python -c 'import open_clip; print(open_clip.list_models())'` lists them"
             )
+    return open_clip_config(read_object(path), source=name_or_path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ValueError with the file's name if it is none."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(whole, dict):
-        raise ValueError(f"{path} must be a JSON object, not {type(whole).__name__}")
-    return open_clip_config(whole, source=name_or_path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a JSON object, not {type(content).__name__}")
+    return content
 
 
 def open_clip_config(whole: dict[str, Any], *, source: str) -> OpenClipConfig:
     """Return a config from a model_cfg alone, or from {"model_cfg": ..., "preprocess_cfg": ...}."""
+    preprocess = parse_preprocess(whole.get("preprocess_cfg") or {}, source)
+    return OpenClipConfig(source, whole.get("model_cfg", whole), preprocess)
+
+
+def parse_preprocess(fields: dict[str, Any], source: str) -> Preprocess:
+    """Parse a preprocess_cfg, without the keys that the trainer does not use.
+
+    Raises:
+        ValueError: a value is invalid; the message begins with `source`.
+    """
     known = {field.name for field in dataclasses.fields(Preprocess)}
-    said = {name: value for name, value in (whole.get("preprocess_cfg") or {}).items() if name in known}
-    said |= {name: tuple(said[name]) for name in ("mean", "std") if name in said}
-    return OpenClipConfig(source, whole.get("model_cfg", whole), Preprocess(**said))
+    given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items() if n in known}
+    try:
+        return Preprocess(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source}: preprocessing: {error}") from error
 
 
 def open_clip_folder() -> Path:
-    """Return the folder of the installed open_clip.
+    """Return the folder of the installed open_clip, without importing it.
 
     Raises:
         ValueError: open_clip is not installed.
@@ -200,3 +233,47 @@ def open_clip_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("models of open_clip's need open_clip: pip install open_clip_torch")
     return Path(spec.submodule_search_locations[0])
+
+
+def import_open_clip(needed_by: str) -> Any:
+    """Import open_clip, an optional package.
+
+    Args:
+        needed_by: the flag and value, or the command, that needs it; for the message.
+
+    Raises:
+        ValueError: open_clip is not installed, or the installed torchvision does not fit torch.
+    """
+    try:
+        return importlib.import_module("open_clip")
+    except ImportError as error:
+        raise ValueError(f"{needed_by} needs open_clip: pip install open_clip_torch ({error})") from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"{needed_by} needs open_clip, which cannot be imported ({error}): install the torchvision that was built "
+            f"for torch {torch.__version__}"
+        ) from error
+
+
+def hugging_face_config(name: str, source: str) -> Any:
+    """Read the config of a Hugging Face text tower, without running code that comes with it.
+
+    Args:
+        name: text_cfg.hf_model_name, a name on the hub or a folder.
+        source: the model, for messages.
+
+    Raises:
+        ValueError: transformers is not installed, there is no such config, or it needs its own code.
+    """
+    where = f"--model {source}: text tower {name}"
+    try:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except ImportError as error:
+        raise ValueError(f"{where} needs transformers: pip install transformers ({error})") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"{where} cannot be loaded ({why}); put a folder with its config.json into text_cfg.hf_model_name"
+        ) from error

@@ -1,25 +1,25 @@
 """open_clip's own models with the forward that the trainer calls: uint8 images and token ids in, unit vectors out.
 
-This module is imported only for runs with such a model, because open_clip is an optional dependency. Parameters and
+`clip.build_towers` imports this module only for such a model, because open_clip is an optional package. Parameters and
 buffers keep open_clip's names. logit_scale and logit_bias are [1], which DeepSpeed needs and open_clip supports.
 
 Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
 """
 
 import math
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+import open_clip
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from infcl.models.open_clip_config import OpenClipConfig
+from infcl.models.open_clip_config import OpenClipConfig, hugging_face_config
 from infcl.models.preprocess import normalize_pixels
-
-try:
-    import open_clip
-except (ImportError, RuntimeError) as error:  # RuntimeError: builds of torchvision and torch differ
-    raise ValueError(f"models of open_clip's need open_clip: pip install open_clip_torch ({error})") from error
 
 
 class _Trained:
@@ -63,7 +63,8 @@ class _Trained:
         model: Any = super()
         module: Any = self
         counts = {name: value for name, value in module.named_buffers() if name.endswith("num_batches_tracked")}
-        model.lock_image_tower(unlocked_groups, freeze_bn_stats=True)
+        with self._locking("image tower", unlocked_groups):
+            model.lock_image_tower(unlocked_groups, freeze_bn_stats=True)
         for name in counts.keys() - dict(module.named_buffers()).keys():  # frozen norms lack them, exports have them
             module.get_submodule(name.rpartition(".")[0]).register_buffer("num_batches_tracked", counts[name])
         self.frozen["image"] = unlocked_groups == 0
@@ -71,8 +72,22 @@ class _Trained:
     def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
         """Freeze the text tower except its last layers."""
         model: Any = super()
-        model.lock_text_tower(unlocked_layers)
+        with self._locking("text tower", unlocked_layers):
+            model.lock_text_tower(unlocked_layers)
         self.frozen["text"] = unlocked_layers == 0
+
+    @contextmanager
+    def _locking(self, part: str, unlocked: int) -> Iterator[None]:
+        """Raise ValueError if open_clip cannot lock a tower except `unlocked` groups, or if nothing is locked."""
+        model: Any = self
+        trainable = sum(parameter.requires_grad for parameter in model.parameters())
+        where = f"--model {self.cfg.source}: {part} with {unlocked} unlocked groups"
+        try:
+            yield
+        except Exception as error:  # open_clip, timm and transformers raise their own types
+            raise ValueError(f"{where} cannot be locked: {type(error).__name__}: {error}") from error
+        if trainable == sum(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"{where} has nothing left to lock: unlock fewer, or train all of it without the lock")
 
     def trunk_numbers(self) -> int:
         """Return 0: a locked tower keeps nothing between the two passes of a step and is encoded again."""
@@ -103,8 +118,8 @@ def build_open_clip(
         activation_checkpointing: recompute the blocks' activations in the backward pass.
 
     Raises:
-        ValueError: open_clip, timm or transformers cannot build the model (the message includes theirs), or the text
-            tower and its tokenizer have different padding ids.
+        ValueError: open_clip, timm or transformers cannot build the model (the message has the part and theirs), or
+            the text tower and its tokenizer have different padding ids.
     """
     fields = deepcopy(cfg.fields)
     custom_text = fields.pop("custom_text", False) or "hf_model_name" in fields["text_cfg"]
@@ -113,29 +128,76 @@ def build_open_clip(
         fields["vision_cfg"]["timm_model_pretrained"] = False
     if "hf_model_name" in fields["text_cfg"]:
         fields["text_cfg"]["hf_model_pretrained"] = False
-        _check_without_code(fields["text_cfg"]["hf_model_name"], cfg.source)
+        hugging_face_config(fields["text_cfg"]["hf_model_name"], cfg.source)
     try:
         model = (OpenClipCustomText if custom_text else OpenClip)(**fields)
         if "timm_model_name" in fields["vision_cfg"]:
             _set_image_size(model.visual, cfg.vision_cfg.image_size)
     except Exception as error:  # three libraries raise their own types
-        raise ValueError(f"--model {cfg.source} cannot be built: {type(error).__name__}: {error}") from error
-    if padding := _other_padding(model, fields["text_cfg"]):
-        raise ValueError(f"--model {cfg.source}: {padding}: use the tokenizer that belongs to the text tower")
+        part = _part_of(error)
+        raise ValueError(f"--model {cfg.source}: {part} cannot be built: {type(error).__name__}: {error}") from error
     if activation_checkpointing:
         model.set_grad_checkpointing(True)
     model.cfg = cfg
+    _check_padding(model, fields["text_cfg"])
     model.frozen = {"image": False, "text": False}
     model.keeps_trunk = {"image": False, "text": False}
     return model
 
 
-def _other_padding(model: Any, text_cfg: dict[str, Any]) -> str:
-    """Return how the tokenizer's padding differs from what a Hugging Face tower masks, or "" if it does not."""
+@torch.no_grad()
+def check_towers(model: Any) -> None:
+    """Check that both towers of a new model encode the inputs of its config to [m, embed_dim].
+
+    Only shapes are computed. A tower that reads values of its input (NLLB) is not checked.
+
+    Raises:
+        ValueError: a tower fails, or gives anything else. The message has the model and the tower.
+    """
+    cfg: OpenClipConfig = model.cfg
+    side, length = cfg.vision_cfg.image_size, cfg.text_cfg.context_length
+    device = model.logit_scale.device
+    model.eval()  # counters of BatchNorm move even without memory
+    for part, encode, shape, dtype, fix in (
+        ("image tower", model.encode_image, (2, 3, side, side), torch.float32, "vision_cfg and --force-image-size"),
+        ("text tower", model.encode_text, (2, length), torch.int64, "text_cfg and --force-context-length"),
+    ):
+        where = f"--model {cfg.source}: {part}"
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                found = encode(torch.zeros(shape, dtype=dtype, device=device))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            continue
+        except Exception as error:  # open_clip, timm and transformers raise their own types
+            raise ValueError(
+                f"{where} cannot encode {list(shape)}: {type(error).__name__}: {error}; check {fix}"
+            ) from error
+        what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        if what != [2, cfg.embed_dim]:
+            raise ValueError(
+                f"{where} gives {what} for {list(shape)}; the loss needs {[2, cfg.embed_dim]}: "
+                "embed_dim must be the width of both towers' features"
+            )
+    model.train()
+
+
+def _part_of(error: BaseException) -> str:
+    """Return the part of the model that open_clip was building when it raised `error`."""
+    builders = {"_build_vision_tower": "image tower", "_build_text_tower": "text tower"}
+    calls = traceback.extract_tb(error.__traceback__)
+    return next((builders[call.name] for call in calls if call.name in builders), "model")
+
+
+def _check_padding(model: Any, text_cfg: dict[str, Any]) -> None:
+    """Raise ValueError if the tokenizer pads with another id than the one that a Hugging Face tower masks."""
     if "hf_model_name" not in text_cfg or "pad_id" not in text_cfg:
-        return ""
+        return
     pads, masked = text_cfg["pad_id"], model.text.config.pad_token_id
-    return "" if pads == masked else f"the tokenizer pads with {pads}, the text tower masks {masked}"
+    if pads != masked:
+        raise ValueError(
+            f"--model {model.cfg.source}: tokenizer pads with {pads}, text tower {text_cfg['hf_model_name']} masks "
+            f"{masked}: use the tokenizer that belongs to the text tower"
+        )
 
 
 def _set_image_size(visual: Any, size: int) -> None:
@@ -143,16 +205,3 @@ def _set_image_size(visual: Any, size: int) -> None:
     made_for = visual.trunk.pretrained_cfg["input_size"][-1]
     if size != made_for and hasattr(visual.trunk, "set_input_size"):
         visual.set_input_size(size)
-
-
-def _check_without_code(name: str, source: str) -> None:
-    """Raise a ValueError if a Hugging Face config cannot be loaded, or only by running code that comes with it."""
-    try:
-        from transformers import AutoConfig
-
-        AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {source}: the text tower {name} cannot be had ({str(error).splitlines()[0]}); put a folder with "
-            "its config.json into text_cfg.hf_model_name"
-        ) from error

@@ -39,8 +39,12 @@ class Preprocess:
         ):
             if value not in choices:
                 raise ValueError(f"preprocess_cfg.{name} {value!r} is not one of {', '.join(choices)}")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+        if not all(_is_three_numbers(value) for value in (self.mean, self.std)) or min(self.std) <= 0:
             raise ValueError(f"preprocess_cfg: mean {self.mean} and std {self.std} need three numbers each, std > 0")
+
+
+def _is_three_numbers(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and all(isinstance(number, (int, float)) for number in value)
 
 
 CLIP_PREPROCESS = Preprocess()

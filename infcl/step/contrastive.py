@@ -87,6 +87,12 @@ def contrastive_step(
             replay.compare(features)
             return features
 
+        def compute_loss(values: Features) -> Tensor:
+            given = dict(zip(names or values, values.values()))
+            shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in given.items())
+            with _note(f"the loss of {name}'s outputs {shapes}, contrastive_step"):
+                return loss(**given) if names else loss(*given.values())
+
         def run_backward(surrogate: Tensor, is_last: bool) -> None:
             if is_last:
                 without_reduction.close()
@@ -95,7 +101,7 @@ def contrastive_step(
         output = cached_step(
             micro_batches,
             encode=encode,
-            loss=lambda values: loss(**dict(zip(names, values.values()))) if names else loss(*values.values()),
+            loss=compute_loss,
             backward=run_backward,
             before_encode=replay.begin,
             on_phase=replay.on_phase,
@@ -139,6 +145,9 @@ class Encoders(nn.Module):
         if len(encoders) != len(inputs):
             raise ValueError(f"{len(inputs)} inputs for {len(encoders)} encoders")
         outputs = [self._encode(*both, index) for index, both in enumerate(zip(encoders, inputs))]
+        if len({output.shape[1] for output in outputs}) > 1:
+            shapes = (f"encoder {i} ({type(encoders[i]).__name__}) {list(o.shape)}" for i, o in enumerate(outputs))
+            raise ValueError(f"features of different widths: {', '.join(shapes)}; project them to one width")
         if self.logit_scale is not None:
             outputs.append(_at_least_float32(self.logit_scale).exp())
         if self.logit_bias is not None:
@@ -152,8 +161,8 @@ class Encoders(nn.Module):
             output = _call(encoder, given)
             if self.features is not None:
                 output = self.features(output, given)
-        if not isinstance(output, Tensor) or output.ndim != 2:
-            raise ValueError(f"{name} gives {_describe(output)}; `features=` has to make a tensor [rows, D] of it")
+        if not isinstance(output, Tensor) or output.ndim != 2 or not output.is_floating_point():
+            raise ValueError(f"{name} gives {_describe(output)}; `features=` must turn it into floats [rows, D]")
         return F.normalize(_at_least_float32(output), dim=-1) if self.normalize else output
 
 
@@ -202,6 +211,8 @@ def _at_least_float32(value: Tensor) -> Tensor:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}({', '.join(map(_describe, value))})"
     return f"{type(value).__name__}({', '.join(map(str, value))})" if isinstance(value, Mapping) else repr(value)[:80]
 
 

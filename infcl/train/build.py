@@ -26,7 +26,14 @@ from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
 from infcl.data.synthetic import SyntheticLoader
 from infcl.data.tokenizer import Tokenizer
-from infcl.data.tokenizer.open_clip import HF_PREFIX, PREFIX, AnyTokenizer, HuggingFaceTokenizer, open_clip_tokenizer
+from infcl.data.tokenizer.open_clip import (
+    HF_PREFIX,
+    PREFIX,
+    AnyTokenizer,
+    HuggingFaceTokenizer,
+    OpenClipTokenizer,
+    open_clip_tokenizer,
+)
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
@@ -34,7 +41,7 @@ from infcl.loss.contrastive import ContrastiveLoss
 from infcl.models.captions import why_unpackable
 from infcl.models.clip import build_towers, lock_groups
 from infcl.models.config import CLIPConfig, check_divides, load_any_config, with_overrides, with_tokenizer
-from infcl.models.open_clip_config import OpenClipConfig, preprocess_of
+from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config, preprocess_of
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
@@ -131,6 +138,15 @@ def build_tokenizer_and_model_config(
         model_config = with_overrides(model_config, **overrides)
     check_divides(model_config, config.tensor_parallel_size)
     _check_unlocked_groups(config, model_config)
+    tokenizer, model_config = _build_tokenizer(config, model_config)
+    _check_vocabulary(config, model_config, tokenizer)
+    return tokenizer, model_config
+
+
+def _build_tokenizer(
+    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig
+) -> tuple[AnyTokenizer | None, CLIPConfig | OpenClipConfig]:
+    """Return the tokenizer, if any, and the config of the model whose text tower reads its ids."""
     if config.tokenizer is None:
         return None, model_config
     text = model_config.text_cfg
@@ -139,14 +155,7 @@ def build_tokenizer_and_model_config(
         return hf, _adapted(hf, model_config)
     if config.tokenizer.startswith(PREFIX):
         clip = open_clip_tokenizer(config.tokenizer, context_length=text.context_length)
-        if isinstance(clip, HuggingFaceTokenizer):
-            return clip, _adapted(clip, model_config)
-        if clip.vocab_size != text.vocab_size:
-            raise ValueError(
-                f"--tokenizer {config.tokenizer} has {clip.vocab_size} ids and --model {config.model} "
-                f"{text.vocab_size}: use a model with CLIP's vocabulary"
-            )
-        return clip, model_config
+        return clip, _adapted(clip, model_config) if isinstance(clip, HuggingFaceTokenizer) else model_config
     repairs = _repairs_captions(config)
     tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length, repairs=repairs)
     return tokenizer, _adapted(tokenizer, model_config, repairs=repairs)
@@ -161,24 +170,33 @@ def _preprocess_flags(config: TrainConfig) -> dict[str, Any]:
 def _adapted(
     tokenizer: AnyTokenizer, model_config: CLIPConfig | OpenClipConfig, *, repairs: bool = False
 ) -> CLIPConfig | OpenClipConfig:
-    """Return the config of a model whose text tower reads this tokenizer's ids.
-
-    Raises:
-        ValueError: the tower has fewer embeddings than there are ids.
-    """
-    text = model_config.text_cfg
+    """Return the config of a model whose text tower reads this tokenizer's ids."""
     if isinstance(model_config, OpenClipConfig) and isinstance(tokenizer, HuggingFaceTokenizer):
         fields: dict[str, Any] = {"hf_tokenizer_name": tokenizer.name, "pad_id": tokenizer.pad_id}
-        if not model_config.text_cfg.hf_model_name and tokenizer.vocab_size > text.vocab_size:
-            raise ValueError(
-                f"--tokenizer {HF_PREFIX}{tokenizer.name} has {tokenizer.vocab_size} ids and {model_config.source} "
-                f"{text.vocab_size}: use the tokenizer that belongs to the model"
-            )
         return model_config.with_fields(text_cfg=fields)
     ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
     if isinstance(model_config, OpenClipConfig):
         return model_config.with_tokenizer(**ids, repairs=repairs)
     return with_tokenizer(model_config, **ids, repairs=repairs)
+
+
+def _check_vocabulary(
+    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, tokenizer: AnyTokenizer | None
+) -> None:
+    """Raise ValueError if the text tower has fewer embeddings than there are ids, or a BPE model other ids."""
+    text = model_config.text_cfg
+    given = f"--tokenizer {config.tokenizer}" if tokenizer is not None else f"--dataset-type {config.dataset_type}"
+    ids = tokenizer.vocab_size if tokenizer is not None else text.vocab_size
+    tower, embeddings = "text tower", text.vocab_size
+    if isinstance(text, TextInput) and text.hf_model_name:
+        tower = f"text tower {text.hf_model_name}"
+        embeddings = hugging_face_config(text.hf_model_name, config.model).get_text_config().vocab_size
+    fits = ids == embeddings if isinstance(tokenizer, OpenClipTokenizer) else ids <= embeddings
+    if not fits:
+        raise ValueError(
+            f"{given} has {ids} ids, the {tower} of --model {config.model} has {embeddings} embeddings: use the "
+            "tokenizer that belongs to the model, or set text_cfg.vocab_size in its config"
+        )
 
 
 def _repairs_captions(config: TrainConfig) -> bool:
@@ -235,6 +253,10 @@ def model_and_sources(
     pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     with _placed_blocks(parallel, cut=not any(pretrained)):
         model = build_towers(model_config, activation_checkpointing=config.grad_checkpointing, **start)
+    if isinstance(model_config, OpenClipConfig):
+        from infcl.models.open_clip_model import check_towers
+
+        check_towers(model)
     sources = load_pretrained(model, *pretrained, name=config.model)
     if config.lock_image:
         model.lock_image_tower(config.lock_image_unlocked_groups, keep_trunk=config.frozen_trunk == "keep")

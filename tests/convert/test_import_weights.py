@@ -135,7 +135,7 @@ def test_other_resizing_of_a_folder_is_reported_in_an_evaluation_of_our_towers(s
         (message,) = caplog.messages
         caplog.clear()
         assert f"trained with images resized by {said};" in message
-    theirs = OpenClipConfig("x", {name: {} for name in ("embed_dim", "vision_cfg", "text_cfg")})
+    theirs = OpenClipConfig("x", {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}})
     monkeypatch.setattr(load, "read_weights", lambda *_, **__: Weights({}, theirs, "x"))
     monkeypatch.setattr(load, "model_with", lambda weights, cfg: torch.nn.Identity())
     load.load_model(path, device=torch.device("cpu"))

@@ -261,6 +261,12 @@ def test_a_model_that_pass_2_cannot_repeat_is_rejected(kind, message):
         contrastive_step(Encoders(Noisy(kind)), split_batch(batch_of(8), 2), dense_clip)
 
 
+class Returns(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.forward = forward
+
+
 def test_an_output_that_is_no_features_is_rejected_by_name():
     def step(encoder, **options):
         contrastive_step(Encoders(encoder, **options), split_batch(batch_of(4, 2, 6), 2), dense_clip)
@@ -269,6 +275,12 @@ def test_an_output_that_is_no_features_is_rejected_by_name():
         step(nn.Linear(6, 6))
     with pytest.raises(ValueError, match="Bilinear returns no features"):
         contrastive_step(nn.Bilinear(6, 6, 1), [tuple(torch.randn(6) for _ in range(2))] * 2, dense_clip)
+    with pytest.raises(ValueError, match=r"widths: encoder 0 \(Linear\) \[2, 4\], encoder 1 \(Linear\) \[2, 5\]"):
+        contrastive_step(Encoders(nn.Linear(6, 4), nn.Linear(6, 5)), split_batch(batch_of(4), 2), dense_clip)
+    with pytest.raises(ValueError, match=r"encoder 0 \(Returns\) gives tuple\(a tensor \(2, 2, 6\)"):
+        step(Returns(lambda rows: (rows,)))
+    with pytest.raises(ValueError, match=r"encoder 0 \(Returns\) gives dict\(pooled\)"):
+        step(Returns(lambda rows: {"pooled": rows}))
     with pytest.raises(ValueError, match="2 inputs for 3 encoders"):
         contrastive_step(Encoders(*[nn.Linear(6, 6)] * 3), [batch_of(4)], dense_clip)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -9,11 +10,16 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import TrainConfig
+from infcl.config.command_line import parse_args
 from infcl.convert.export import load_exported
-from infcl.data.tokenizer.open_clip import HuggingFaceTokenizer
+from infcl.convert.import_weights import read_tag
+from infcl.data.tokenizer.open_clip import HuggingFaceTokenizer, OpenClipTokenizer
 from infcl.evaluate.load import load_model
+from infcl.integrations.open_clip import main as run_open_clip_train
+from infcl.models import build_towers
 from infcl.models.open_clip_config import load_open_clip_config
 from infcl.report import read_metrics
+from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
 from tests.lib.ranks import run_ranks
 from tests.lib.training import demo_config, fit
@@ -290,3 +296,89 @@ def test_running_statistics_move_once_per_step_with_checkpointing(stage, demo_fo
     running, means, momentum, count = run_ranks(first_norm, 2, config, timeout=200)[0]
     assert len(means) == 6 and (momentum, count) == (0.1, 1)
     torch.testing.assert_close(running, 0.1 * means.mean(0), rtol=1e-5, atol=1e-7)
+
+
+def _with(family, **changes):
+    """A config of FAMILIES with keys of its parts replaced."""
+    fields = {"embed_dim": 64 if family == "siglip" else 32} | FAMILIES[family]
+    for name, value in changes.items():
+        fields[name] = fields[name] | value if isinstance(value, dict) and name in fields else value
+    return fields
+
+
+NO_PROJECTION = {"custom_text": True, "text_cfg": {"width": 48, "proj_type": "none"}}
+NO_POOLING = {"timm_pool": "", "timm_proj": "none"}
+BERT = {"hf_model_name": "{folder}/bert", "vocab_size": 100}
+MORE_IDS = BERT | {"vocab_size": 200}
+OTHER = "{folder}/other.pt"
+ERRORS = {  # config or name, flags, what the error has
+    "name": ("no-such-model", (), "open_clip:no-such-model: not a file, and not a model that is built into open_clip"),
+    "timm name": (_with("siglip", vision_cfg={"timm_model_name": "vit_no"}), (), "image tower cannot be built"),
+    "hf name": (_with("hf", text_cfg={"hf_model_name": "none"}), (), "text tower none cannot be loaded"),
+    "image key": (_with("vit", vision_cfg={"no": 1}), (), "image tower cannot be built: TypeError"),
+    "text heads": (_with("vit", text_cfg={"heads": 5}), (), "text tower cannot be built: .*divisible"),
+    "model key": (_with("vit", no=1), (), "model cannot be built: .*'no'"),
+    "no object": (_with("vit", text_cfg=None), (), "text_cfg of the text tower must be a JSON object, not None"),
+    "no number": (_with("vit", embed_dim="32"), (), "embed_dim of the model must be a positive integer, not '32'"),
+    "image width": (_with("siglip", embed_dim=32), (), r"image tower gives \[2, 64\] .* needs \[2, 32\]"),
+    "text width": (_with("vit", **NO_PROJECTION), (), r"text tower gives \[2, 48\] .* needs \[2, 32\]"),
+    "no vector": (_with("convnext", vision_cfg=NO_POOLING), (), r"image tower gives \[2, 64, 2, 2\]"),
+    "image size": (_with("siglip"), ("--force-image-size", "31"), r"image tower cannot encode \[2, 3, 31, 31\]"),
+    "context": (_with("hf", text_cfg=BERT), ("--force-context-length", "40"), r"text tower cannot encode \[2, 40\]"),
+    "image lock": (_with("vit"), ("--lock-image", "--lock-image-unlocked-groups", "9"), "image tower with 9 unlocked"),
+    "resnet lock": (_with("resnet"), ("--lock-image", "--lock-image-unlocked-groups", "1"), "image tower .*partial"),
+    "text lock": (_with("vit"), ("--lock-text", "--lock-text-unlocked-layers", "9"), "text tower with 9 unlocked"),
+    "preprocessing": ({"model_cfg": _with("vit"), "preprocess_cfg": {"mean": 0.5}}, (), "preprocessing: .*mean 0.5"),
+    "vocabulary": (_with("vit"), ("--tokenizer", "open_clip:ViT-B-32"), "49408 ids, the text tower .* 512 embeddings"),
+    "hf vocabulary": (_with("hf", text_cfg=MORE_IDS), (), "200 ids, the text tower .*/bert .* has 128 embeddings"),
+    "padding": (_with("hf", text_cfg=BERT), ("--tokenizer", "hf:{folder}/pads"), "pads with 5, .*/bert masks 0"),
+    "tokenizer": (_with("vit"), ("--tokenizer", "hf:none"), "--tokenizer hf:none is not a name on the hub or a folder"),
+    "weights": (_with("vit"), ("--pretrained", OTHER), "other.pt does not fit the model of --model open_clip:"),
+    "image weights": (_with("vit"), ("--pretrained-image", OTHER), "does not fit the image tower of --model"),
+    "tag": (_with("vit"), ("--pretrained", "open_clip:openai"), "no weights of that name for --model .*it has none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_names_the_model_and_the_part_that_failed(case, models, tmp_path):
+    config, flags, message = ERRORS[case]
+    name = config
+    if isinstance(config, dict):
+        (tmp_path / "model.json").write_text(json.dumps(config).replace("{folder}", str(models)))
+        name = str(tmp_path / "model.json")
+    if case == "padding":
+        from transformers import BertTokenizerFast
+
+        tokenizer = BertTokenizerFast.from_pretrained(models / "bert", pad_token="a")
+        tokenizer.save_pretrained(models / "pads")
+    torch.save({"visual.other": torch.zeros(2)}, models / "other.pt")
+    flags = [flag.replace("{folder}", str(models)) for flag in flags]
+    synthetic = ("--dataset-type", "synthetic", "--train-num-samples", "8")
+    with pytest.raises(ValueError, match=message) as raised:
+        run = parse_args([*synthetic, "--model", f"open_clip:{name}", *flags])
+        build_meta_model(run, build_tokenizer_and_model_config(run)[1])
+    assert name in str(raised.value) or "--tokenizer" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("raise ImportError('no package')", "pip install open_clip_torch"),
+        ("raise RuntimeError('operator torchvision::nms')", "install the torchvision that was built for torch"),
+    ],
+)
+def test_an_open_clip_that_cannot_be_imported_is_one_error(source, message, tmp_path, monkeypatch, capsys):
+    cfg = load_open_clip_config("open_clip:ViT-B-32")
+    (tmp_path / "open_clip.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "open_clip")
+    for needed_by, call in (
+        ("--model open_clip:ViT-B-32", lambda: build_towers(cfg)),
+        ("--pretrained open_clip:openai", lambda: read_tag("open_clip:openai", "ViT-B-32")),
+        ("--tokenizer open_clip:ViT-B-32", lambda: OpenClipTokenizer("open_clip:ViT-B-32")),
+        ("--tokenizer hf:bert", lambda: HuggingFaceTokenizer("hf:bert")),
+    ):
+        with pytest.raises(ValueError, match=f"{needed_by} needs open_clip.*{message}"):
+            call()
+    assert run_open_clip_train([]) == 2
+    assert "infcl.integrations.open_clip needs open_clip" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from infcl.data.tokenizer import Tokenizer
-from infcl.models.open_clip_config import open_clip_folder
+from infcl.models.open_clip_config import import_open_clip, open_clip_folder
 
 PREFIX, HF_PREFIX = "open_clip:", "hf:"
 _MAX_CACHE = 200_000  # words; open_clip's own cache has no limit
@@ -36,13 +36,7 @@ class OpenClipTokenizer:
     """
 
     def __init__(self, name: str, context_length: int = 77):
-        try:
-            from open_clip import tokenizer as installed
-        except (ImportError, RuntimeError) as error:
-            raise ValueError(
-                f"--tokenizer {name} needs open_clip (pip install open_clip_torch), torch and torchvision of one build "
-                f"({error})"
-            ) from error
+        installed = import_open_clip(f"--tokenizer {name}").tokenizer
         text = _built_in(name).get("text_cfg", {})
         if other := text.get("hf_tokenizer_name") or text.get("tokenizer_kwargs"):
             raise ValueError(f"--tokenizer {name}: it has another tokenizer ({other}), not CLIP's own")
@@ -91,23 +85,20 @@ class HuggingFaceTokenizer:
         given = self._text_cfg.get("tokenizer_kwargs") or {}
         options = {key: given[key] for key in _OPTIONS if key in given}
         mode = self._text_cfg.get("tokenizer_mode")
+        where = f"--tokenizer {HF_PREFIX}{self.name}"
+        installed = import_open_clip(where).tokenizer
         try:
-            from open_clip.tokenizer import HFTokenizer
-
-            self._tokenizer = HFTokenizer(
+            self._tokenizer = installed.HFTokenizer(
                 self.name, context_length, tokenizer_mode=mode, trust_remote_code=False, **options
             )
-        except (ImportError, RuntimeError) as error:
-            raise ValueError(
-                f"--tokenizer {HF_PREFIX}{self.name} needs open_clip and transformers: pip install open_clip_torch "
-                f"transformers ({error})"
-            ) from error
-        except (OSError, ValueError) as error:
+        except ImportError as error:
+            raise ValueError(f"{where} needs transformers: pip install transformers ({error})") from error
+        except (OSError, ValueError, RuntimeError) as error:
             why = str(error).split(" which must be executed")[0].splitlines()[0]
-            raise ValueError(f"--tokenizer {HF_PREFIX}{self.name}: {why}") from error
+            raise ValueError(f"{where} is not a name on the hub or a folder with a tokenizer: {why}") from error
         inner: Any = self._tokenizer.tokenizer
         if inner.pad_token_id is None:
-            raise ValueError(f"--tokenizer {HF_PREFIX}{self.name} has no padding token")
+            raise ValueError(f"{where} has no padding token")
         ends = [inner.eos_token_id, inner.sep_token_id]
         self.vocab_size, self.pad_id = len(inner), inner.pad_token_id
         self.eos_id = next((end for end in ends if end is not None), inner.pad_token_id)
@@ -147,7 +138,7 @@ def _built_in(name: str) -> dict[str, Any]:
     configs = open_clip_folder() / "model_configs"
     if model not in {path.stem for path in configs.glob("*.json")}:
         raise ValueError(
-            f"--tokenizer {name}: not a model that open_clip has built in, such as open_clip:ViT-B-32; for a folder "
-            "give its path"
+            f"--tokenizer {name}: not a model that is built into open_clip, such as open_clip:ViT-B-32; for a folder "
+            "give its path, or hf:FOLDER"
         )
     return json.loads((configs / f"{model}.json").read_text(encoding="utf-8"))
