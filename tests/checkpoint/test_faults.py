@@ -23,6 +23,7 @@ from infcl.report import read_metrics
 from tests.lib.checkout import ROOT
 from tests.lib.cluster_run import small_disk
 from tests.lib.entry import ON_CPU, alone, command, forked
+from tests.lib.gpus import environment
 from tests.lib.ranks import free_port
 from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
 
@@ -123,8 +124,8 @@ def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrup
     assert f"at step {SIGNAL_STEP}" in output
 
 
-def notes(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether it has a handler for a signal, which would otherwise end it."""
+def handles(process: subprocess.Popen, number: signal.Signals) -> bool:
+    """Return whether the process has a handler for a signal, which would otherwise end it."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
 
@@ -132,17 +133,19 @@ def notes(process: psutil.Process, number: signal.Signals) -> bool:
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of handlers in /proc")
 def test_sigusr1_in_the_first_second_of_a_start_is_kept_until_there_is_something_to_save(demo_folder, tmp_path):
     """To one rank, while it imports; each start of a job whose time ends within it gets on by a step."""
-    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--workers", "0"))
-
-    def ranks() -> list[psutil.Process]:
-        return [one for one in ranks_alive(tmp_path) if "--local_rank=1" in one.cmdline()]
-
-    wait_until(lambda: any(notes(rank, signal.SIGUSR1) for rank in ranks()), 120, "no rank was started", process)
-    (rank,) = ranks()
+    arguments, port = flags(demo_folder, tmp_path, "--workers", "0"), free_port()
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "pretrain_clip.py", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env=os.environ | ON_CPU | environment(rank, 2, port),
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    wait_until(lambda: handles(second, signal.SIGUSR1), 120, "the rank installed no handler", second)
     assert not (tmp_path / "run").exists()
-    rank.send_signal(signal.SIGUSR1)
-    code, output = finish(process, 300)
-    assert code == 138, output
+    second.send_signal(signal.SIGUSR1)
+    code, output = finish(first, 300)
+    assert (code, finish(second, 60)[0]) == (138, 138), output
     assert "SIGUSR1 received at step 1; --resume latest continues from step_00000001" in output, output
 
 

@@ -104,7 +104,7 @@ def weights_and_evaluations(rank, world_size, preset, kept):
     return full_weights(engine, keep=True), seen
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (3, {}), (2, PREFETCHES["in parts"]), (2, PERSISTENT)])
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (3, {}), (2, PERSISTENT)])
 def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, options, tmp_path):
     preset = preset_of(tmp_path, **options)
     (weights, seen), (expected, beside) = (

@@ -45,7 +45,7 @@ def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**1
             row_lse, col_lse = whole[0] + shift, whole[1] + shift
             expected = [torch.zeros_like(x) for x in wide]
             value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
-            for _ in range(2):  # gradients are added to what is there
+            for _ in range(2 if kind == "random" else 1):  # gradients are added to what is there
                 torch_tile.softmax_backward(*wide, row_lse, col_lse, *expected, **bounds)
                 tile.softmax_backward(
                     row_features, column_features, scale, row_lse.float(), col_lse.float(), *value, **bounds
@@ -85,13 +85,14 @@ def _check_scale_gradient(value, expected, wide, row_mass):
 def check_odd_shapes(device):
     for rows, columns, dim in SHAPES:
         for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
-            _check_tile(device, rows, columns, dim, "random", 20.0, dtype)
+            workspaces = (2**14, 2**22) if 4 * rows * columns > 2**14 else (2**22,)  # of several chunks, or of one
+            _check_tile(device, rows, columns, dim, "random", 20.0, dtype, workspaces)
 
 
 def check_adversarial_features(device):
     for kind in FEATURES:
-        for scale in (1.0, 100.0) if kind != "long" else (0.001,):
-            _check_tile(device, 70, 70, 24, kind, scale, torch.float32, workspaces=(2**22,))
+        scale = 100.0 if kind != "long" else 0.001
+        _check_tile(device, 70, 70, 24, kind, scale, torch.float32, workspaces=(2**22,))
 
 
 def check_adversarial_features_of_sixteen_bits(device):
@@ -128,8 +129,8 @@ def check_a_workspace_of_one_byte(device):
     torch.testing.assert_close((small, gradients[0]), (usual, gradients[1]))
 
 
-def check_scales_of_zero_and_below(device):
-    for scale in (0.0, -30.0):
+def check_scales_of_one_and_below(device):
+    for scale in (0.0, 1.0, -30.0):
         _check_tile(device, 70, 70, 24, "random", scale, torch.float32, workspaces=(2**22,))
 
 

@@ -1,6 +1,8 @@
 """Run the demo model in processes of this machine, from a config."""
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 from infcl.config import TrainConfig
 from infcl.report import read_metrics
@@ -37,8 +39,12 @@ class Killed(Exception):
     pass
 
 
-def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
-    """Train as pretrain_clip.py does; return {step: loss}. The run ends abruptly after step `die_after`."""
+def fit(rank, world_size, config: TrainConfig, die_after: int | None = None, *, draws: bool = False):
+    """Train as pretrain_clip.py does; return {step: loss}. The run ends abruptly after step `die_after`.
+
+    Args:
+        draws: also draw the loss curve at the end, which takes longer than several steps.
+    """
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
     from infcl.train.build import resolve_inputs
@@ -56,14 +62,16 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None):
 
     trainer.observers.insert(trainer.observers.index(trainer.saves), Mortal())  # after the metrics, before the save
     try:
-        trainer.fit()
+        with contextlib.nullcontext() if draws else mock.patch("infcl.train.results.draw_loss_curve"):
+            trainer.fit()
     except Killed:
         trainer.metrics.close()
     return None if rank else {r["step"]: r["loss"] for r in read_metrics(trainer.run.metrics, "train")}
 
 
-def run_losses(world_size, *arguments) -> list[float]:
-    losses = run_ranks(fit, world_size, *arguments, timeout=200)[0]
+def run_losses(world_size, *arguments, **options) -> list[float]:
+    """Train with `fit` on `world_size` ranks; return the losses by step."""
+    losses = run_ranks(fit, world_size, *arguments, timeout=200, **options)[0]
     return [losses[step] for step in sorted(losses)]
 
 
@@ -73,8 +81,6 @@ def refusal(rank, world_size, config):
 
 def said(rank, world_size, config) -> str:
     """Train and return the messages of the run."""
-    from unittest import mock
-
     with mock.patch("infcl.train.sinks.Console.say") as say:
         fit(rank, world_size, config)
     return "\n".join(call.args[0] for call in say.call_args_list)

@@ -186,10 +186,10 @@ def test_a_checksum_notices_any_changed_byte_and_any_exchange(size):
 def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
     """Real shards, two ranks, patch dropout, augmentation, from one epoch (4 steps) into the next."""
     flags = {
-        "batch_size": 16, "accum_freq": 4, "steps": 6, "train_num_samples": 512, "force_patch_dropout": 0.25,
+        "batch_size": 8, "accum_freq": 4, "steps": 6, "train_num_samples": 256, "force_patch_dropout": 0.25,
         "aug_cfg": {"scale": (0.7, 1.0), "ratio": (0.9, 1.1)},
     }  # fmt: skip
-    one = 16 * 3 * 32 * 32 / 1e9  # GB of a micro-batch
+    one = 8 * 3 * 32 * 32 / 1e9  # GB of a micro-batch
     losses = {}
     for name, gigabytes in (("all", "auto"), ("one", str(1.5 * one)), ("none", "0")):
         config = demo_config(demo_folder, tmp_path / name, pixel_cache_gb=gigabytes, **flags)

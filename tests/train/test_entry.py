@@ -73,7 +73,7 @@ def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(d
 
 
 def test_a_mistake_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path):
-    result = launch(command(demo_folder, tmp_path, "--batch-size", "4096"), 2)
+    result = forked(command(demo_folder, tmp_path, "--batch-size", "4096", "--device", "cpu"), 2)
     printed = result.stdout + result.stderr
     assert result.returncode == 2, printed
     assert printed.count("pretrain_clip.py: error:") == 1
