@@ -35,10 +35,6 @@ LOSSES = {
     "siglip_positive": "infcl, SigLIP, duplicates as positives",
     "official_siglip": "open_clip's SigLipLoss",
     "disco": "DisCo-CLIP",
-    "two_passes": "infcl's loss as two passes of InfoNCE",
-    "no_graph": "infcl, without a CUDA graph",
-    "in_graph": "infcl in a compiled caller",
-    "in_graph_replayed": "infcl in a compiled caller, `reduce-overhead`",
     "nt_xent": "NT-Xent (half of the matrix)",
     "views": "NT-Xent's views through infcl (the whole matrix)",
     "info_nce": "InfoNCE, b queries, 2 b documents",
@@ -167,6 +163,7 @@ LOSS: Columns = {
 }
 LOSS_SETTING = ("gpus", "global_batch", "dim", "impl")
 SIGLIP_AND_DISCO = ("inf_cl", "siglip", "official_siglip", "disco", "official_open_clip")
+ON_H100 = ("inf_cl", "clip_compiled", "official_open_clip", "official", "siglip", "official_siglip", "disco")
 OTHER_LOSSES = ("inf_cl", "inf_cl_mask", "inf_cl_positive", "siglip_mask", "siglip_positive", "siglip")
 OTHER_LOSSES += ("official_siglip", "nt_xent", "views", "info_nce")
 
@@ -182,8 +179,8 @@ def loss_table(count: int, *impls: str) -> Table:
 
 
 def other_losses() -> list[dict]:
-    """Return rows of other losses and widths on one H200."""
-    found = where(measured_losses(), gpus=1, impl=OTHER_LOSSES)
+    """Return rows of other losses and widths on one H200 at 65,536 samples."""
+    found = where(measured_losses(), gpus=1, impl=OTHER_LOSSES, global_batch=65536)
     return [row for row in found if row["impl"] != "inf_cl" or row["dim"] in (512, 1024)]
 
 
@@ -353,17 +350,17 @@ def trainings(name: str) -> list[dict]:
     return [row | {"words": TRAINED[row["loss"]]} for row in found]
 
 
-def trained(name: str = "accuracy_losses.csv") -> Table:
+def trained() -> Table:
     """Return a table of the results of each loss: mean and deviation over its seeds."""
     columns: Columns = {"loss": "{words}", "seeds": len} | {name: spread_of(key) for key, name in METRICS.items()}
     columns["loss of the last 5% of steps"] = spread_of("final_loss", 4)
     foot = "{steps} steps of {global_batch} samples, ranks: {ranks}; {origin}"
-    return Table(lambda: trainings(name), columns, by=("loss",), foot=foot)
+    return Table(lambda: trainings("accuracy_losses.csv"), columns, by=("loss",), foot=foot)
 
 
-def trained_pairs(name: str = "accuracy_losses.csv") -> str:
+def trained_pairs() -> str:
     """Return a table of each loss compared with CLIP per seed, with the same initial weights and samples."""
-    by_loss = {loss: {row["seed"]: row for row in where(rows(name), loss=loss)} for loss in TRAINED}
+    by_loss = {loss: {row["seed"]: row for row in where(rows("accuracy_losses.csv"), loss=loss)} for loss in TRAINED}
     lines = []
     for loss in ("open_clip", "disco", "inf_cl", "inf_cl_bf16"):
         if seeds := sorted(set(by_loss[loss]) & set(by_loss["clip"])):
@@ -378,7 +375,7 @@ def trained_pairs(name: str = "accuracy_losses.csv") -> str:
 
 
 def trained_on_two_ranks() -> str:
-    """Return tables of trainings on two ranks: the loss before rounding errors grow, and the final results."""
+    """Return a table of the loss on two ranks before rounding errors grow."""
     name = "accuracy_losses_ranks"
     early = (2560, 7680, 15360, 25600)
     seed = rows(f"{name}.csv")[0]["seed"]
@@ -390,22 +387,22 @@ def trained_on_two_ranks() -> str:
     ]
     columns = {f"seed {seed}": "{words}"}
     columns |= across("{loss:.5f}", {f"loss at {seen:,} samples": {"samples_seen": seen} for seen in early})
-    first = Table(lambda: curves, columns, by=("run",), foot="")
-    return "\n\n".join([first(), trained_pairs(f"{name}.csv"), trained(f"{name}.csv")()])
+    return Table(lambda: curves, columns, by=("run",), foot="")()
 
 
-ABLATION = {
-    ("clip", 4): "no tiles: b x b on every GPU (CLIP)",
-    ("official_open_clip", 4): "b/n x b on every GPU (OpenCLIP, local loss)",
-    ("one_tile", 4): "cross-GPU tiles only: the ring, a block pair as one float32 matrix",
-    ("inf_cl", 1): "in-GPU tiles only: b x b on every GPU, in tiles (as one GPU alone does it)",
-    ("inf_cl", 4): "cross-GPU and in-GPU tiles (infcl)",
+ABLATION = {  # implementation and GPUs: words, the paper's name
+    ("clip", 4): ("no tiles: b x b on every GPU (CLIP)", "clip"),
+    ("official_open_clip", 4): ("b/n x b on every GPU (OpenCLIP, local loss)", "open_clip"),
+    ("one_tile", 4): ("cross-GPU tiles only: the ring, a block pair as one float32 matrix", "cross_gpu_tiles"),
+    ("inf_cl", 1): ("in-GPU tiles only: b x b on every GPU, in tiles (as one GPU alone does it)", ""),
+    ("inf_cl", 4): ("cross-GPU and in-GPU tiles (infcl)", "inf_cl"),
 }
 
 
 def ablation() -> list[dict]:
     found = where(measured_losses(), global_batch=65536, dim=768)
-    return [row | {"words": words} for (impl, count), words in ABLATION.items()
+    paper = {row["loss"]: f"{row['loss_gib']} GB" for row in where(rows("paper_memory.csv"), table=4)}
+    return [row | {"words": words, "paper": paper.get(name, "-")} for (impl, count), (words, name) in ABLATION.items()
             for row in where(found, impl=impl, gpus=count)]  # fmt: skip
 
 
@@ -564,10 +561,6 @@ def step_table(source: str | Callable[[], list[dict]], columns: str, *, by=(), k
     return Table(read, cells, by=by, keep=keep or {}, order=order)
 
 
-def warm_steps() -> list[dict]:
-    return [row for row in steps_of("step.csv") if "warm-up-steps 0" not in row["label"]]
-
-
 def accumulated_steps() -> list[dict]:
     """Return steps of ViT-L-14 on one H200 with packed captions, which differ in training options."""
     found = where(steps_of("step.csv"), gpus=1, model="ViT-L-14", zero=(0, 1), packed=True)
@@ -597,19 +590,6 @@ def steps_by_host() -> list[dict]:
         for row in own:
             row["of_zero_1"] = f"{row['samples_per_second_per_gpu'] / mean(plain):.2f}" if plain else ""
     return found
-
-
-def kernels() -> list[dict]:
-    """Return the GPU time of a step, one row per kind of kernels."""
-    found = rows("kernels.csv")
-    found = where(found, label=found[-1]["label"], commit=found[-1]["commit"])
-    total = sum(row["ms"] for row in found)
-    kinds = [
-        own[0] | {"ms": time, "share": time / total, "calls": sum(row["calls"] or 0 for row in own)}
-        for own in grouped(found, "kind").values()
-        for time in [sum(row["ms"] for row in own)]
-    ]
-    return sorted(kinds, key=lambda row: -row["ms"])
 
 
 def _step_of_loss(own: list[dict]) -> str:
@@ -849,7 +829,6 @@ def _by(*names: str) -> Callable[[dict], tuple]:
 
 BATCH = "global batch"
 OF_BATCH_K = {f"{k}k": {"batch_k": k} for k in BATCHES_K}
-STEPS = "GPUs | model | micro-batch x accumulation | precision | blocks | checkpointing | ZeRO | cached"
 TABLES: dict[str, Callable[[], str]] = {
     "defects": Table(
         "defects.csv",
@@ -907,11 +886,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss-1-gpu": loss_table(1, "inf_cl", "clip_compiled", "clip", "official_open_clip", "official"),
     "loss-4-gpus": loss_table(4, "inf_cl", "clip", "official_open_clip", "official"),
     "loss-h100": Table(
-        lambda: [row for row in rows("loss_h100.csv") if row["median_ms"] != ""], LOSS, by=LOSS_SETTING,
-        order=_by("gpus", "global_batch", "dim"),
+        "loss_h100.csv", {name: cell for name, cell in LOSS.items() if name != "width"}, by=LOSS_SETTING,
+        keep={"dim": 768, "global_batch": (8192, 65536, 131072), "impl": ON_H100}, order=_by("gpus", "global_batch"),
     ),
     "loss-others": Table(
-        other_losses, {name: LOSS[name] for name in ("loss", "batch", "width", "ms", "memory")}, by=LOSS_SETTING,
+        other_losses, {name: LOSS[name] for name in ("loss", "width", "ms", "memory")}, by=LOSS_SETTING,
         order=lambda row: (OTHER_LOSSES.index(row["impl"]), row["dim"], row["global_batch"]), foot="",
     ),
     "optimizers": step_table(
@@ -974,10 +953,6 @@ TABLES: dict[str, Callable[[], str]] = {
         steps_by_captions, "model | micro-batch x accumulation | captions | attention | samples/s per GPU | "
         "first pass | second pass | peak",
     ),
-    "step-kernels": Table(
-        kernels, {"kernels": "{kind}", "per step": "{ms:.1f} ms", "share": "{share:.1%}", "calls": "{calls:,.0f}"},
-        foot="{label}; {origin}",
-    ),
     "step-levers": step_table(
         accumulated_steps, "micro-batch x accumulation | precision | blocks | checkpointing | cached | attention | "
         "samples/s per GPU | MFU | HFU | peak", by=SETTING, order=_by("-samples_per_second"),
@@ -991,11 +966,6 @@ TABLES: dict[str, Callable[[], str]] = {
         "first pass | second pass | peak", order=_by("python_loop_seconds", "micro_batch", "zero"),
         **{"Python loop": "{python_loop_seconds:.2f} s"},
     ),
-    "steps": step_table(
-        warm_steps, f"{STEPS} | captions | attention | options | samples/s per GPU | peak", by=SETTING,
-        order=lambda row: (row["gpus"], row["model"], str(row["zero"]), -row["samples_per_second_per_gpu"]),
-    ),
-    "steps-h100": step_table("step_h100.csv", f"{STEPS} | samples/s per GPU | peak"),
     "symmetry": symmetry,
     "table-1-loss": Table(
         losses_by_memory, {"loss alone, GiB per GPU": "{who}"} | across(_gib, OF_BATCH_K), by=("who",), foot=""
@@ -1022,7 +992,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "table-3-ranks": trained_on_two_ranks,
     "table-4": Table(
         ablation, {"4 GPUs, batch 65,536, width 768": "{words}",
-                   "ms": "{median_ms:ms}", "memory": "{extra_mib:size}"},
+                   "ms": "{median_ms:ms}", "memory": "{extra_mib:size}", "paper's memory, width 512": "{paper}"},
         by=("words",), foot="",
     ),
     "tensor-parallel-losses": Table(
