@@ -37,12 +37,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.torch_tile import Groups
-from infcl.kernels.triton_exp2 import exp2, quotient, shared_exp2
+from infcl.kernels.triton_exp2 import exp2, reciprocal, shared_exp2
 from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, chunk_shape, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_statistics import LOG2E, middle
-
-_LN2 = tl.constexpr(math.log(2))
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are processed together, for the L2 cache.
 _LAUNCH = {
@@ -104,7 +102,7 @@ def sigmoid_gradients(
     )
     if d_scale is not None:
         d_scale.add_(sums[0])
-    return sums[1].float(), sums[2].float()
+    return (sums[1] * math.log(2)).float(), sums[2].float()
 
 
 def _accumulate(
@@ -217,7 +215,7 @@ def _d_logits_kernel(
     shift_ptr,  # f32: the bias (sigmoid) or the middle of the LSE in log2 (softmax; NaN: two exponentials), read
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
-    sums_ptr,  # f64 [3, programs], added to if SUMMED: <dS, rows @ columns.T>; if SIGMOID sums of losses and dS
+    sums_ptr,  # f64 [3, programs], added to if SUMMED: <dS, rows @ columns.T>; if SIGMOID sums of losses (log2) and dS
     row_ids_ptr,  # i32 [GROUPED, r], read
     row_stride,  # elements between kinds of ids
     col_ids_ptr,  # i32 [GROUPED, c], read
@@ -290,8 +288,9 @@ def _d_logits_kernel(
                     )
                     signed = tl.where(same, -signed if POSITIVE else float("-inf"), signed)
                 small = tl.exp2(-tl.abs(signed))  # in (0, 1]
-                losses = tl.maximum(signed, 0.0) * _LN2 + _log1p(small)
-                d_logits = quotient(tl.where(signed >= 0, 1.0, small), 1.0 + small, SHARED)
+                losses = tl.maximum(signed, 0.0) + _log2_1p(small)  # in log2
+                share = reciprocal(1.0 + small, SHARED)
+                d_logits = tl.where(signed >= 0, share, small * share)
                 if POSITIVE:
                     same = same_ids(
                         row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
@@ -348,15 +347,15 @@ def _d_logits_kernel(
 
 
 @triton.jit
-def _log1p(x):
-    """Compute log(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log(1 + x) / x, relative error 4e-7."""
-    quotient = x * -0.0085746757686 + 0.0442141927779
-    quotient = quotient * x - 0.1078537106514
-    quotient = quotient * x + 0.1775702387094
-    quotient = quotient * x - 0.2449961155653
-    quotient = quotient * x + 0.3327617645264
-    quotient = quotient * x - 0.4999744892120
-    quotient = quotient * x + 0.9999998211861
+def _log2_1p(x):
+    """Compute log2(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log2(1 + x) / x, relative error 3e-7."""
+    quotient = x * -0.0123706422086 + 0.0637875966576
+    quotient = quotient * x - 0.1556000134982
+    quotient = quotient * x + 0.2561797027955
+    quotient = quotient * x - 0.3534546809631
+    quotient = quotient * x + 0.4800737474797
+    quotient = quotient * x - 0.7213107161571
+    quotient = quotient * x + 1.4426947829150
     return x * quotient
 
 

@@ -72,11 +72,11 @@ def exp2(x, SHARED: tl.constexpr):
 
 
 @triton.jit
-def quotient(x, y, SHARED: tl.constexpr):
-    """Compute x / y, f32. SHARED uses an approximate reciprocal: 2 ulp for y in [2^-126, 2^126]."""
+def reciprocal(x, SHARED: tl.constexpr):
+    """Compute 1 / x, f32. SHARED: by the special-function unit, 1 ulp for x in [2^-126, 2^126]."""
     if SHARED:
         return tl.inline_asm_elementwise(
-            "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return x / y
+        return 1.0 / x
