@@ -36,6 +36,7 @@ class Tile(NamedTuple):
     softmax_forward: Callable
     softmax_backward: Callable
     sigmoid_gradients: Callable
+    products_of_sums: Callable
 
 
 def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None = None) -> Tile:
@@ -73,7 +74,7 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
             f"the features are on {features.device}, and kernels run on the current device, "
             f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first"
         )
-    from infcl.kernels import triton_backward, triton_forward
+    from infcl.kernels import triton_backward, triton_forward, triton_groups
 
     return Tile(
         "triton",
@@ -82,4 +83,5 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         partial(triton_forward.softmax_forward, tf32=tf32),
         partial(triton_backward.softmax_backward, tf32=tf32),
         partial(triton_backward.sigmoid_gradients, tf32=tf32),
+        triton_groups.products_of_sums,
     )

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
+SUMMED_DIMS = 256  # feature dimensions summed at a time, which bounds the float32 temporaries
 
 
 class Groups(NamedTuple):
@@ -160,6 +161,29 @@ def sigmoid_gradients(
         slope += d_logits.sum()
         chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
     return loss, slope
+
+
+def products_of_sums(
+    rows: Tensor, columns: Tensor, row_order: Tensor, row_counts: Tensor, col_order: Tensor, col_counts: Tensor
+) -> Tensor:
+    """Return <sum of the rows of group n, sum of its columns> for each n, [groups], float32 or wider.
+
+    Args:
+        rows, columns: [r, D] and [c, D].
+        row_order, row_counts: int64 indices that sort the rows by group, and the number of rows of each group. Rows
+            past the sum of the counts are in no group. The same for columns.
+    """
+    totals = rows.new_zeros(len(row_counts), dtype=_accumulator_like(rows))
+    for start in range(0, rows.shape[1], SUMMED_DIMS):
+        x, y = (side[:, start : start + SUMMED_DIMS] for side in (rows, columns))
+        totals += torch.linalg.vecdot(segment_sums(x, row_order, row_counts), segment_sums(y, col_order, col_counts))
+    return totals
+
+
+def segment_sums(features: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of the features [n, d] of each group, [groups, d], float32 or wider."""
+    ordered = features[order].to(_accumulator_like(features))
+    return torch.segment_reduce(ordered, "sum", lengths=counts, unsafe=True)
 
 
 class _Chunk(NamedTuple):
