@@ -22,13 +22,17 @@ CLUSTER_SECONDS ?= 1800
 SKIPS  ?=
 WORKERS ?= 2
 
-.PHONY: train test test-slow test-cluster lint docs coverage results clean
+.PHONY: train test suite test-slow test-cluster lint docs coverage results clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
 
+# The suite and `lint` run at the same time: tests wait for other processes, and leave a core idle then.
+test: $(VENV)/.installed
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going lint suite
+
 # The order of the files is conftest.py's: the longest first.
-test: lint
+suite: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Those for GPUs and clusters have their own markers.

@@ -34,6 +34,7 @@ WORDS = {  # pattern: what to write
     r"is (told|said)|are (told|said)": "is reported, is logged",
     r"graphs that stay|resident micro-batch(es)?": "cached activations",
 }
+ANY = re.compile(rf"(?i)(?<![\w-])(?:{'|'.join(WORDS)})(?![\w-])")
 NOT_PROSE = (
     "CHANGELOG.md",
     "dev/log",
@@ -61,7 +62,7 @@ def findings(text: str, path: str) -> list[str]:
     """Return one line for each word of WORDS in the prose of a file."""
     found = []
     for number, line in prose(text, Path(path).suffix):
-        for pattern, better in WORDS.items():
+        for pattern, better in WORDS.items() if ANY.search(line) else ():
             for match in re.finditer(rf"(?i)(?<![\w-])(?:{pattern})(?![\w-])", line):
                 found.append(f"{path}:{number}: {match[0]!r}: write {better}")
     return found

@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more would wait for each other:
 
 # In this order before all others, so that no worker of `make test` is left alone with a file of a minute at the end.
 LONGEST = (
-    "trainer faults entry triton_tile megatron_trainer megatron_engine optimizers meeting engine checkpoint offload"
-    " evaluate_command data_faults ema locked_towers"
+    "faults trainer open_clip_models megatron_trainer megatron_engine engine_gather entry triton_tile attention"
+    " contrastive_step engine engine_reduce checkpoint stragglers step_matrix offload finite data_faults loader"
 )
 
 
