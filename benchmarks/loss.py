@@ -27,7 +27,6 @@ from benchmarks.processes import on_ranks
 from benchmarks.rows import append, parser_of_rows
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import RINGS
-from infcl.loss.ring import OVERLAPS
 
 _AHEAD = 15_000_000  # cycles, about 8 ms: longer than the host needs to launch a loss
 COLUMNS = (
@@ -60,9 +59,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--ring", default="flat", choices=RINGS, help="of the tiled losses")
     parser.add_argument("--ranks-per-node", type=int, default=None, help="two-level ring: as if nodes had so many GPUs")
-    parser.add_argument(
-        "--ring-overlap", default="on", choices=OVERLAPS, help="off: wait for each message where it is sent"
-    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed, after three; 0: none at all")
     parser.add_argument(
@@ -132,7 +128,6 @@ def _measure(
         "workspace_bytes": arguments.workspace_mib * 2**20,
         "ring": arguments.ring,
         "ranks_per_node": arguments.ranks_per_node,
-        "ring_overlap": arguments.ring_overlap,
     }
     loss = make(impl, group, options, arguments.open_clip_loss)
 
@@ -143,8 +138,6 @@ def _measure(
     variant = impl
     if impl in TILED and arguments.ring != "flat":
         variant += f" {arguments.ring}/{arguments.ranks_per_node}"
-    if impl in TILED and arguments.ring_overlap == "off":
-        variant += " no overlap"
     row = {"impl": variant, "gpus": arguments.gpus, "global_batch": batch, "dim": dim, "dtype": arguments.dtype}
     try:
         for _ in range(compiling):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infcl import info_nce_loss, nt_xent_loss
 from infcl.loss.contrastive import LOSSES, TILED, ContrastiveLoss
-from infcl.loss.dense import clip_loss
+from infcl.loss.dense import dense_loss
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -55,7 +55,7 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
         return ContrastiveLoss(name, group=group, **options)
     if name == "clip_compiled":
         torch._dynamo.reset()  # it would stop compiling at the ninth wrapper of a kind
-        compiled = torch.compile(partial(clip_loss, group=group))
+        compiled = torch.compile(partial(dense_loss, impl="clip", group=group))
         return lambda images, texts, scale, bias: compiled(images, texts, scale)
     if name in WITH_IDS:
         loss, _, duplicates = name.rpartition("_")

@@ -20,7 +20,7 @@ REMOVED = {
     "--max-failed-saves": "the fourth checkpoint in a row that cannot be written ends the run",
     "--pixel-cache": "use --pixel-cache-gb; gpu caches pixels in GPU memory",
     "--ring": "the ring is two-level where the ranks fill several nodes evenly",
-    "--ring-overlap": "messages always overlap the tiles; the losses of the library have ring_overlap",
+    "--ring-overlap": "messages always overlap the tiles",
     "--storage-timeout": "a read is tried again after 30 s without a byte",
     "--update-clip": "adafactor limits the root mean square of an update to 1",
     "--zeroshot-classes": "use python -m infcl.evaluate --zeroshot-classes FILE",

@@ -9,13 +9,14 @@ its gradients over the group is the gradient of the global mean loss.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from infcl.loss.captions import captions_loss
-from infcl.loss.dense import clip_loss, disco_loss, open_clip_loss
+from infcl.loss.dense import dense_loss
 from infcl.loss.duplicates import DUPLICATES
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.inputs import RingOptions
@@ -23,9 +24,7 @@ from infcl.loss.siglip import siglip_loss
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {
     "inf_cl": inf_cl_loss,
-    "clip": clip_loss,
-    "open_clip": open_clip_loss,
-    "disco": disco_loss,
+    **{impl: partial(dense_loss, impl=impl) for impl in ("clip", "open_clip", "disco")},
     "siglip": siglip_loss,
 }
 LOSSES = tuple(_LOSSES)
@@ -124,9 +123,6 @@ class ContrastiveLoss(nn.Module):
                 f"{self.name}: rank {rank} has features of shape {tuple(shape)}, all ranks had {tuple(self._agreed)} "
                 "in the first call; with fixed_shape=True every call needs as many samples"
             )
-
-    def extra_repr(self) -> str:
-        return self.name
 
 
 class InfCLLoss(ContrastiveLoss):

@@ -18,65 +18,46 @@ from infcl.loss.inputs import reject_double_backward, scalar_like, set_up
 from infcl.loss.ring import all_gather, reduce_scatter
 
 
-def clip_loss(
+def dense_loss(
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: Tensor | float,
     *,
+    impl: str,
     group: dist.ProcessGroup | None = None,
     compare_ranks: bool = True,
 ) -> Tensor:
-    """Compute the loss of the global batch from the full [B, B] matrix.
+    """Compute the contrastive loss of the global batch from stored logits.
 
-    Arguments as in `inf_cl_loss`. compare_ranks: as in `RingOptions`.
+    Args:
+        image_features, text_features, logit_scale, group: as in `inf_cl_loss`.
+        impl: "clip", "open_clip" or "disco".
+        compare_ranks: as in `RingOptions`.
 
     Returns:
-        The same loss on every rank, 0-dim, float32 or wider.
+        The loss, 0-dim, float32 or wider: the same on every rank for "clip", else the mean over this rank's rows and
+        columns.
     """
-    scale = _checked_scale("clip", image_features, text_features, logit_scale, group, compare_ranks)
-    images, texts = (_Gather.apply(side, group, False) for side in (image_features, text_features))
-    logits = (scale * images) @ texts.T  # [B, B]
-    labels = torch.arange(len(logits), device=logits.device)
-    return (_cross_entropy(logits, labels) + _cross_entropy(logits.T, labels)) / 2
-
-
-def open_clip_loss(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor | float,
-    *,
-    group: dist.ProcessGroup | None = None,
-    compare_ranks: bool = True,
-) -> Tensor:
-    """Compute the mean over this rank's rows and columns; autograd reduces the gradients of other ranks' features.
-
-    Arguments and dtype as in `clip_loss`; the loss differs between ranks, and its mean is the global loss.
-    """
-    scale = _checked_scale("open_clip", image_features, text_features, logit_scale, group, compare_ranks)
-    all_images, all_texts = (_Gather.apply(side, group, True) for side in (image_features, text_features))
-    row_logits = (scale * image_features) @ all_texts.T  # [b, B]
-    column_logits = (scale * text_features) @ all_images.T  # [b, B]
-    labels = _own_labels(image_features, group)
+    set_up(impl, image_features, text_features, group, {"tile": "torch", "compare_ranks": compare_ranks})
+    scale = scalar_like(image_features, logit_scale)
+    _, rank = _world(group)
+    labels = torch.arange(len(image_features), device=image_features.device) + rank * len(image_features)
+    if impl == "disco":
+        return _Disco.apply(image_features, text_features, scale, labels, group)
+    all_images, all_texts = (_Gather.apply(side, group, impl) for side in (image_features, text_features))
+    if impl == "clip":
+        row_logits = (scale * all_images) @ all_texts.T  # [B, B]
+        column_logits = row_logits.T
+        labels = torch.arange(len(row_logits), device=row_logits.device)
+    else:
+        row_logits = (scale * image_features) @ all_texts.T  # [b, B]
+        column_logits = (scale * text_features) @ all_images.T  # [b, B]
     return (_cross_entropy(row_logits, labels) + _cross_entropy(column_logits, labels)) / 2
-
-
-def disco_loss(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor | float,
-    *,
-    group: dist.ProcessGroup | None = None,
-    compare_ranks: bool = True,
-) -> Tensor:
-    """Compute `open_clip_loss`, with gradients computed in the forward pass and exchanged without autograd."""
-    scale = _checked_scale("disco", image_features, text_features, logit_scale, group, compare_ranks)
-    return _Disco.apply(image_features, text_features, scale, group)
 
 
 class _Disco(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, image_features, text_features, scale, group):
-        labels = _own_labels(image_features, group)
+    def forward(ctx, image_features, text_features, scale, labels, group):
         image_loss, d_images, d_all_texts, image_d_scale = _one_direction(
             image_features, text_features, scale, labels, group
         )
@@ -96,6 +77,7 @@ class _Disco(torch.autograd.Function):
             (d_images * (d_loss / 2)).to(d_images.dtype),
             (d_texts * (d_loss / 2)).to(d_texts.dtype),
             d_loss * d_scale,
+            None,
             None,
         )
 
@@ -118,16 +100,16 @@ def _one_direction(
 
 
 class _Gather(torch.autograd.Function):
-    """Gather all ranks' rows. Backward returns own rows' gradient: summed over ranks if reduced, else times W."""
+    """Gather all ranks' rows. Backward returns own rows' gradient: times W for "clip", else summed over ranks."""
 
     @staticmethod
-    def forward(ctx, features, group, reduced):
-        ctx.group, ctx.rows, ctx.reduced = group, len(features), reduced
+    def forward(ctx, features, group, impl):
+        ctx.group, ctx.rows, ctx.impl = group, len(features), impl
         return _all_gather(features, group)
 
     @staticmethod
     def backward(ctx, d_all):
-        if ctx.reduced:
+        if ctx.impl != "clip":
             return _reduce_scatter(d_all, ctx.group), None, None
         world_size, rank = _world(ctx.group)
         return d_all[rank * ctx.rows : (rank + 1) * ctx.rows] * world_size, None, None
@@ -157,22 +139,5 @@ def _reduce_scatter(d_all: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return own
 
 
-def _own_labels(features: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    _, rank = _world(group)
-    return torch.arange(len(features), device=features.device) + rank * len(features)
-
-
 def _world(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def _checked_scale(
-    name: str,
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor | float,
-    group: dist.ProcessGroup | None,
-    compare_ranks: bool,
-) -> Tensor:
-    set_up(name, image_features, text_features, group, {"tile": "torch", "compare_ranks": compare_ranks})
-    return scalar_like(image_features, logit_scale)

@@ -31,7 +31,6 @@ class RingOptions:
         ring: "flat", "two-level" (a ring within each node inside a ring of nodes), or "auto": two-level if the group
             is on several nodes with ranks_per_node ranks each.
         ranks_per_node: number of ranks per node, None if unknown.
-        ring_overlap: "on", or "off" to wait for each message right after posting it (to measure the gain of overlap).
         compare_ranks: compare the ranks' shapes, for which the host waits for the GPU. Pass False only if all ranks are
             known to have the same shapes: unequal shapes would hang or mix up rows.
     """
@@ -41,7 +40,6 @@ class RingOptions:
     workspace_bytes: int = WORKSPACE_BYTES
     ring: str = "auto"
     ranks_per_node: int | None = None
-    ring_overlap: str = "on"
     compare_ranks: bool = True
 
 
@@ -117,7 +115,7 @@ def set_up(
 
 
 def _ring(group: dist.ProcessGroup | None, options: RingOptions) -> RingExchange:
-    return RingExchange(group, ring=options.ring, ranks_per_node=options.ranks_per_node, overlap=options.ring_overlap)
+    return RingExchange(group, ring=options.ring, ranks_per_node=options.ranks_per_node)
 
 
 def _check_features(name: str, rows: Tensor, columns: Tensor, sizes: tuple[str, str]) -> dict[str, int | torch.dtype]:

@@ -36,7 +36,6 @@ from torch import Tensor
 from infcl.loss.links import Link, links_of, second_group
 
 Combine = Callable[[Tensor, Tensor], Tensor]
-OVERLAPS = ("on", "off")
 
 
 class RingExchange:
@@ -52,10 +51,9 @@ class RingExchange:
     Args:
         group: process group, None for a single process.
         ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length).
-        overlap: "off" waits for each message right after posting it, to measure the gain of overlap.
 
     Raises:
-        ValueError: unknown ring or overlap, or a two-level ring that does not fit the group.
+        ValueError: unknown ring, or a two-level ring that does not fit the group.
     """
 
     def __init__(
@@ -64,12 +62,8 @@ class RingExchange:
         *,
         ring: str = "flat",
         ranks_per_node: int | None = None,
-        overlap: str = "on",
     ):
-        if overlap not in OVERLAPS:
-            raise ValueError(f"ring overlap is one of {OVERLAPS}, not {overlap!r}")
         self.group = group
-        self.overlap = overlap
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.links = links_of(group, ring=ring, ranks_per_node=ranks_per_node)
         self.lap = self.links.lap
@@ -79,7 +73,7 @@ class RingExchange:
         self._pending: dict[str, tuple[list[dist.Work], Link, Tensor, Tensor]] = {}
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield (hop, tensors) for W hops: first this rank's tensors, then those of `owner(hop)`.
+        """Yield (hop, tensors) for W hops: first this rank's tensors, then those of the other ranks, as drawn above.
 
         The next hop is posted before the caller computes on this one, and the start of the next lap before this lap.
         """
@@ -95,14 +89,6 @@ class RingExchange:
                     tensors = self._wait_all("block", len(tensors))
             if lap + 1 < self.laps:
                 tensors = self._wait_all("lap", len(tensors))
-
-    def owner(self, hop: int) -> int:
-        """Return the group rank whose block `blocks` yields at this hop."""
-        if self.world_size == 1:
-            return 0
-        rank, (lap, turn) = dist.get_rank(self.group), divmod(hop, self.lap)
-        node, place = divmod(rank, self.lap)
-        return (node - lap) % self.laps * self.lap + (place - turn) % self.lap
 
     def part(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory, shaped as `like`, for this rank's next `carry` under this name.
@@ -157,13 +143,18 @@ class RingExchange:
         except RuntimeError as error:
             raise self._failure(name, f"to rank {link.to} or from rank {link.source}", error) from error
         self._pending[name] = (works, link, tensor, received)
-        if self.overlap == "off":
-            self._finish(name)
 
     def wait(self, name: str) -> Tensor:
         """Return the tensor that the link's source posted under this name. On a GPU only the current stream waits."""
-        self._finish(name)
-        return self._pending.pop(name)[-1]
+        works, link, _, received = self._pending.pop(name)
+        # gloo returns one work per operation, NCCL one for the batch
+        peers = [f"to rank {link.to}", f"from rank {link.source}"]
+        for work, peer in zip(works, peers if len(works) == 2 else [" or ".join(peers)]):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(name, peer, error) from error
+        return received
 
     def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
         """Check that all ranks have equal values.
@@ -202,25 +193,11 @@ class RingExchange:
         assert self.group is not None, "one rank alone has no other node"
         return self.links.next_node._replace(group=second_group(self.group))
 
-    def _finish(self, name: str) -> None:
-        works, link, _, _ = self._pending[name]
-        # gloo returns one work per operation, NCCL one for the batch
-        peers = [f"to rank {link.to}", f"from rank {link.source}"]
-        for work, peer in zip(works, peers if len(works) == 2 else [" or ".join(peers)]):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._failure(name, peer, error) from error
-        works.clear()
-
     def _failure(self, name: str, peer: str, error: RuntimeError) -> RuntimeError:
         return RuntimeError(
-            f"{self._place()}: rank {dist.get_rank()} could not pass "
+            f"ring step {self._step + 1} of {self.world_size}: rank {dist.get_rank()} could not pass "
             f"'{name}' {peer} (global ranks): that rank ended, hangs, or waits for one that does. {error}"
         )
-
-    def _place(self) -> str:
-        return f"ring step {self._step + 1} of {self.world_size}"
 
     def _post_all(self, name: str, tensors: tuple[Tensor, ...], link: Link) -> None:
         for i, tensor in enumerate(tensors):

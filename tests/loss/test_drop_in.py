@@ -86,10 +86,10 @@ def test_it_is_called_as_open_clips_trainer_calls_its_own(init_logit_bias):
 
 @pytest.mark.parametrize("module", [InfCLLoss, SigLipLoss])
 def test_options_are_those_of_the_ring(module):
-    options = {"compare_ranks": False, "ring_overlap": "off", "workspace_bytes": 1000}
+    options = {"compare_ranks": False, "workspace_bytes": 1000}
     assert module(**options).options == options
-    with pytest.raises(TypeError, match="'ring_overlaps'"):
-        module(ring_overlaps="off")
+    with pytest.raises(TypeError, match="'rings'"):
+        module(rings="flat")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

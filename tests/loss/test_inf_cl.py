@@ -36,13 +36,11 @@ def test_ring_loss_and_gradients_equal_the_dense_float64_loss(world_size):
             assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
 
 
-@pytest.mark.parametrize(
-    "nodes, ranks_per_node, overlap", [(1, 3, "off"), (2, 2, "on"), (2, 2, "off"), (2, 4, "on"), (4, 2, "on")]
-)
-def test_every_ring_gives_the_dense_float64_loss(nodes, ranks_per_node, overlap):
+@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2), (2, 4), (4, 2)])
+def test_every_ring_gives_the_dense_float64_loss(nodes, ranks_per_node):
     world_size = nodes * ranks_per_node
     cases = [Case(name, 5 * world_size, 24, 30.0, bias=-3.0) for name in ("inf_cl", "siglip")]
-    options = {"ring": "two-level", "ranks_per_node": ranks_per_node, "ring_overlap": overlap}
+    options = {"ring": "two-level", "ranks_per_node": ranks_per_node}
     for case, result in zip(cases, _over_ranks(cases, world_size, **options)):
         truth = oracle(case)
         for name in ("loss", *GRADIENTS):

@@ -33,7 +33,6 @@ CASES = [
 
 RINGS = {
     "flat": {},
-    "no overlap": {"ring_overlap": "off"},
     "nodes of 2": {"ring": "two-level", "ranks_per_node": 2},
     "nodes of 4": {"ring": "two-level", "ranks_per_node": 4},
 }
@@ -131,24 +130,26 @@ def test_memory_over_ranks_is_the_workspace_plus_a_slope_in_the_rows_of_a_rank(r
     assert kernels.WORKSPACE_BYTES <= 512 * 2**20
 
 
-def _compare_with_waiting(rank: int, world_size: int, port: int) -> None:
+def _compare_with_late(rank: int, world_size: int, port: int) -> None:
     _start(rank, world_size, port)
     for repeat in range(12):
         rows, dim = ((257, 768), (64, 40), (4096, 512))[repeat % 3]
         case = Case("inf_cl", rows * world_size, dim, 50.0, dtype=torch.bfloat16, workspace_bytes=WORKSPACE_BYTES)
         results = []
-        for overlap in ("on", "off"):
-            torch.cuda._sleep((50_000_000, 0)[(rank + repeat) % 2])  # one GPU is late, then the other
-            results.append(evaluate(case, rank, world_size, device="cuda", ring_overlap=overlap))
+        for late in (50_000_000, 0):
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda._sleep(late * ((rank + repeat) % 2))  # one GPU is late, then the other
+            results.append(evaluate(case, rank, world_size, device="cuda"))
         assert all(torch.equal(a, b) for a, b in zip(*results)), (repeat, case)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @gpus.one_each
-def test_overlapped_messages_bring_what_waited_for_ones_bring_whoever_is_late():
+def test_overlapped_messages_give_the_same_loss_when_a_gpu_is_late():
     world_size = gpus.num_ranks()
-    torch.multiprocessing.spawn(_compare_with_waiting, (world_size, free_port()), nprocs=world_size)
+    torch.multiprocessing.spawn(_compare_with_late, (world_size, free_port()), nprocs=world_size)
 
 
 def _second_groups(rank: int, world_size: int, port: int) -> None:
@@ -168,22 +169,21 @@ def test_a_ring_over_all_ranks_gets_its_second_communicator_whatever_other_group
     torch.multiprocessing.spawn(_second_groups, (world_size, free_port()), nprocs=world_size)
 
 
-def _hang(rank: int, world_size: int, port: int, folder: str, overlap: str) -> None:
+def _hang(rank: int, world_size: int, port: int, folder: str) -> None:
     sys.stderr = open(f"{folder}/{rank}", "w")
     _start(rank, world_size, port, timeout=timedelta(seconds=10))
     features = [torch.randn(257, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     for step in range(4):
         if (rank, step) == (1, 3):
             time.sleep(600)
-        loss = inf_cl_loss(*features, 50.0, group=dist.group.WORLD, compare_ranks=step == 0, ring_overlap=overlap)
+        loss = inf_cl_loss(*features, 50.0, group=dist.group.WORLD, compare_ranks=step == 0)
         loss.backward()
         loss.item()
 
 
-@pytest.mark.parametrize("overlap", ["on", "off"])
-def test_a_rank_that_hangs_ends_the_others_by_the_time_out(overlap, tmp_path):
+def test_a_rank_that_hangs_ends_the_others_by_the_time_out(tmp_path):
     context = torch.multiprocessing.get_context("spawn")
-    arguments = 2, free_port(), str(tmp_path), overlap
+    arguments = 2, free_port(), str(tmp_path)
     ranks = [context.Process(target=_hang, args=(rank, *arguments)) for rank in range(2)]
     for process in ranks:
         process.start()

@@ -23,7 +23,6 @@ def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
     mine = torch.full((3, 2), float(rank))
     seen = []
     for hop, (block, label) in ring.blocks(mine, torch.tensor([rank])):
-        assert label.item() == ring.owner(hop)
         seen.append((block.tolist(), label.tolist()))
         # Every rank adds 10^rank to each block it meets: home comes one 1 per rank.
         part = ring.part("sum", block, torch.float64).fill_(10.0**rank)
@@ -37,10 +36,9 @@ def _go_round_world(rank, world_size, options):
     return _go_round(RingExchange(dist.group.WORLD, **options), rank)
 
 
-@pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_block_visits_every_rank_and_its_sum_comes_home(world_size, overlap):
-    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, {"overlap": overlap})):
+def test_every_block_visits_every_rank_and_its_sum_comes_home(world_size):
+    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, {})):
         visitors = [(rank - hop) % world_size for hop in range(world_size)]
         assert seen == [([[float(v)] * 2] * 3, [v]) for v in visitors]
         assert total == [[float("1" * world_size)] * 2] * 3
@@ -140,8 +138,6 @@ def test_a_two_level_ring_that_cannot_be_is_refused_with_the_numbers():
         lap_length(list(range(6)), ring="two-level", ranks_per_node=None)
     with pytest.raises(ValueError, match="ranks_per_node 0 must be"):
         RingExchange(None, ranks_per_node=0)
-    with pytest.raises(ValueError, match="one of .* not 'maybe'"):
-        RingExchange(None, overlap="maybe")
 
 
 def _hang(rank, world_size):
