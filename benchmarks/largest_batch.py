@@ -35,7 +35,7 @@ from benchmarks.rows import append, parser_of_rows, read
 from benchmarks.step import command
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
-from infcl.plan.loads import memory_of
+from infcl.plan.memory import memory_of
 from infcl.plan.profile import load_gpu
 from infcl.plan.setting import Setting
 

@@ -271,7 +271,7 @@ def steps_at_80_gb() -> list[dict]:
 def planned_peaks() -> list[dict]:
     """Return the peak memory of steps: the paper's, the plan for the paper's trainer, and the plan for infcl."""
     from benchmarks.paper import paper_memory
-    from infcl.plan.loads import memory_of
+    from infcl.plan.memory import memory_of
 
     paper, found = where(rows("paper_memory.csv"), table=1), []
     for count in (8, 32):
@@ -704,7 +704,7 @@ def _range(own: list[dict]) -> str:
 def planned_towers() -> list[dict]:
     """Return the fastest planned setting of each model on eight H200s, with 32k samples and BF16."""
     from infcl.models.config import load_model_config
-    from infcl.plan.loads import memory_of
+    from infcl.plan.memory import memory_of
     from infcl.plan.profile import load_gpu
     from infcl.plan.search import fastest
     from infcl.plan.setting import Setting, parameters_of
@@ -756,7 +756,7 @@ def loss_curves_of(column: str, unit: float) -> Panels:
 
 def figure_1() -> Panels:
     """Return the memory of the loss by batch and by number of GPUs, measured and planned."""
-    from infcl.plan.parts import loss_bytes
+    from infcl.plan.memory import loss_bytes
 
     panels = {f"loss alone, {name}": curves for name, curves in loss_curves_of("extra_mib", 1024.0).items()}
     names = {impl: LOSSES[impl] for impl in ("inf_cl", "official_open_clip")}

@@ -15,13 +15,14 @@ from pathlib import Path
 from infcl.config import counted
 from infcl.config.preset import stage_in_words
 from infcl.models.config import load_model_config
-from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.loads import load_of, memory_of
+from infcl.plan.loads import load_of
+from infcl.plan.memory import host_bytes, host_parts, memory_of
 from infcl.plan.profile import load_gpu, load_link
-from infcl.plan.search import fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, with_graphs
+from infcl.plan.search import GROUPS, fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, resolved, sweep
 from infcl.plan.setting import Setting, captions_of
-from infcl.plan.sweep import crossover, draw, read_range, sweep
 from infcl.plan.timing import phases_of, samples_per_second
+
+_COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#303030", "#8a8a8a")
 
 
 def read_batch(text: str) -> int:
@@ -84,6 +85,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         raise ValueError(
             f"--caption-tokens {tokens} must lie in [1, {length}], the context length of {arguments.model}"
         )
+    size = _number("--micro-batch-size", arguments.micro_batch_size)
     setting = Setting(
         **captions_of(model, tokens),
         gpu=load_gpu(arguments.gpu),
@@ -92,11 +94,11 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         gpus_per_node=arguments.gpus_per_node,
         host_memory_gib=arguments.host_memory_gib,
         global_batch=arguments.global_batch,
-        micro_batch=1,
+        micro_batch=size or max(1, arguments.tensor_parallel_size),
         zero=arguments.zero,
         checkpointing=arguments.grad_checkpointing,
         compiled=arguments.compile_blocks != "off",
-        resident=_number("--resident-micro-batches", arguments.resident_micro_batches) or 1,
+        resident=_number("--resident-micro-batches", arguments.resident_micro_batches) or 0,
         offload=arguments.offload,
         pixels="device" if arguments.pixel_cache_gb == "gpu" else "host",
         loss=arguments.loss,
@@ -106,16 +108,12 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         tensor_parallel=arguments.tensor_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
     )
-    if (size := _number("--micro-batch-size", arguments.micro_batch_size)) is not None:
-        setting = setting.with_(micro_batch=size)
-        setting.check()
+    setting.check()
+    if size:
         return setting
-    setting.with_(micro_batch=max(1, setting.tensor_parallel)).check()
-    graphs = arguments.resident_micro_batches == "auto"
-    runs = {size: setting.with_(micro_batch=size).as_run() for size in micro_batches(setting)}
-    choices = {with_graphs(run) if graphs else run: size for size, run in runs.items()}
-    best = max(filter(fits, choices), key=samples_per_second, default=list(choices)[-1])
-    return setting.with_(micro_batch=choices[best])
+    choices = [setting.with_(micro_batch=size) for size in micro_batches(setting)]
+    fitting = [choice for choice in choices if fits(resolved(choice))]
+    return max(fitting, key=lambda choice: samples_per_second(resolved(choice)), default=choices[-1])
 
 
 def _number(flag: str, text: str) -> int | None:
@@ -127,24 +125,20 @@ def _number(flag: str, text: str) -> int | None:
     return int(text)
 
 
-def describe(setting: Setting, *, graphs: bool = False) -> str:
-    """Return the report on a setting.
-
-    Args:
-        setting: the setting.
-        graphs: cache the activations of as many micro-batches as fit, here and in the fastest settings.
-    """
-    asked, setting = setting.zero, with_graphs(setting.as_run()) if graphs else setting.as_run()
-    memory, phases = memory_of(setting), phases_of(setting)
+def describe(asked: Setting) -> str:
+    """Return the report on a setting."""
+    setting = resolved(asked)
+    load, memory, phases = load_of(setting), memory_of(setting), phases_of(setting)
     total = sum(phase.exposed for phase in phases)
-    largest = largest_batch(setting.with_(resident=1) if graphs else setting)
-    cached = counted(min(setting.resident, setting.num_micro_batches), "cached micro-batch", "cached micro-batches")
+    largest = largest_batch(setting.with_(resident=asked.resident))
+    cached = counted(load.cached, "cached micro-batch", "cached micro-batches")
+    profiles = (setting.gpu, setting.link) if setting.nodes > 1 else (setting.gpu,)
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
         + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
-        *(f"  {one.name}: {one.source}" for one in (setting.gpu, setting.link)[: 1 + (setting.nodes > 1)]),
+        *(f"  {profile.name}: {profile.source}" for profile in profiles),
         f"{setting.global_batch:,} samples per step = {counted(setting.dp_size, 'data-parallel rank')} x "
-        f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked, setting.zero)}, "
+        f"{setting.num_micro_batches} x {setting.micro_batch}; {stage_in_words(asked.zero, setting.zero)}, "
         f"{'checkpointing, ' if setting.checkpointing else ''}"
         f"{setting.precision}, {cached}, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",
@@ -155,14 +149,15 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
         + ("it fits" if fits_gpu(setting) else "it does NOT fit"),
         "",
         "host memory per GPU",
-        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(load_of(setting)).items()),
+        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(load).items()),
         f"  {'a host, ' + counted(setting.ranks_of_host, 'GPU'):<22}"
-        f"{host_bytes(load_of(setting), setting.ranks_of_host) / 2**30:>9.2f} GiB: {_of_host(setting)}",
+        f"{host_bytes(load, setting.ranks_of_host) / 2**30:>9.2f} GiB: {_of_host(setting)}",
         "",
         f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
         *(
-            f"  {p.name:<22}{p.seconds:>9.3f}{p.exposed:>10.3f}" + (f"  behind {p.behind}" if p.behind else "")
-            for p in phases
+            f"  {phase.name:<22}{phase.seconds:>9.3f}{phase.exposed:>10.3f}"
+            + (f"  behind {phase.behind}" if phase.behind else "")
+            for phase in phases
         ),
         f"  {'total':<31}{total:>10.3f}",
         f"  {setting.global_batch / total:,.0f} samples/s, {setting.global_batch / total / setting.gpus:,.0f} per GPU",
@@ -170,12 +165,11 @@ def describe(setting: Setting, *, graphs: bool = False) -> str:
         f"largest global batch that fits with this micro-batch: {largest:,}",
         "fastest settings for this batch",
     ]
-    best = fastest(setting, graphs=graphs)
-    for seconds, other in best:
-        lines.append(f"  {setting.global_batch / seconds:>9,.0f} samples/s  {_short(other)}")
-    if not best:
-        lines.append("  none fits: it takes more GPUs, or a smaller batch")
-    return "\n".join(line for line in lines if line is not None)
+    best = [
+        f"  {setting.global_batch / seconds:>9,.0f} samples/s  {_short(other)}"
+        for seconds, other in fastest(setting.with_(resident=asked.resident))
+    ]
+    return "\n".join(lines + (best or ["  none fits: it takes more GPUs, or a smaller batch"]))
 
 
 def _of_host(setting: Setting) -> str:
@@ -185,22 +179,86 @@ def _of_host(setting: Setting) -> str:
         return "pass --host-memory-gib to check whether it fits"
     if not fits_host(setting, gib):
         return f"it does NOT fit into {gib:g}"
-    return f"it fits into {gib:g}" + (
-        "" if fits_host(setting, gib, pixels=True) else ", except pixels, which are read again then"
-    )
+    rest = "" if fits_host(setting, gib, pixels=True) else ", except pixels, which are read again then"
+    return f"it fits into {gib:g}{rest}"
 
 
 def _short(setting: Setting) -> str:
+    load = load_of(setting)
     words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
     words += ["checkpointing"] if setting.checkpointing else []
-    graphs = min(setting.resident, setting.num_micro_batches)
-    words += [f"{graphs} cached micro-batches"] if graphs > 1 else []
+    words += [f"{load.cached} cached micro-batches"] if load.cached > 1 else []
     if setting.offload:
-        host = host_bytes(load_of(setting), setting.ranks_of_host)
-        words.append(f"offload (a host: {host / 2**30:.0f} GiB)")
+        words.append(f"offload (a host: {host_bytes(load, setting.ranks_of_host) / 2**30:.0f} GiB)")
     words += [f"T={setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
     words += ["sequence parallel"] if setting.sequence_parallel else []
     return f"{', '.join(words)} ({memory_of(setting)['peak'] / 2**30:.1f} GiB)"
+
+
+# ---- scaling curves ----
+
+
+def read_range(text: str) -> list[int]:
+    """Parse 'gpus=8:4096' into [8, 16, ..., 4096].
+
+    Raises:
+        ValueError: the text has another form, or doubling does not reach the last number.
+    """
+    name, _, limits = text.partition("=")
+    first, _, last = limits.partition(":")
+    if name != "gpus" or not (first.isdecimal() and last.isdecimal()) or not 0 < int(first) <= int(last):
+        raise ValueError(f"--sweep {text}: write gpus=FIRST:LAST, like gpus=8:4096")
+    sizes = [int(first)]
+    while sizes[-1] * 2 <= int(last):
+        sizes.append(sizes[-1] * 2)
+    if sizes[-1] != int(last):
+        raise ValueError(
+            f"--sweep {text}: the GPUs double, from {sizes[-1]} to {2 * sizes[-1]}, and {last} would be left out; "
+            f"write gpus={sizes[0]}:{sizes[-1]} or gpus={sizes[0]}:{2 * sizes[-1]}"
+        )
+    return sizes
+
+
+def _print_curve(rows: list[dict]) -> None:
+    """Print rows as CSV and, to stderr, the number of GPUs from which a group of phases exceeds the towers."""
+    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
+    for ring in dict.fromkeys(row["ring"] for row in rows):
+        for group in ("loss", "ring traffic", "ZeRO traffic"):
+            above = [row["gpus"] for row in rows if row["ring"] == ring and row[group] > row["towers"]]
+            where = f"from {above[0]} GPUs on" if above else "nowhere"
+            print(f"# {ring}: {group} exceeds the towers {where}", file=sys.stderr)
+
+
+def draw(rows: list[dict], title: str, path: Path) -> None:
+    """Draw the rows of `sweep` as a PNG: each group's share of a step, and samples/s per GPU, over the GPUs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rings = list(dict.fromkeys(row["ring"] for row in rows))
+    figure, axes = pyplot.subplots(
+        1, len(rings), figsize=(5.5 * len(rings), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, ring in zip(axes[0], rings):
+        own = [row for row in rows if row["ring"] == ring]
+        shares = [[row[name] / row["seconds"] for row in own] for name in GROUPS]
+        axis.stackplot([row["gpus"] for row in own], shares, labels=list(GROUPS), colors=_COLOURS)
+        axis.set(xscale="log", xlabel="GPUs", title=f"{ring} ring", ylim=(0, 1), xlim=(own[0]["gpus"], own[-1]["gpus"]))
+        axis.set_xticks([row["gpus"] for row in own], [str(row["gpus"]) for row in own], rotation=45)
+        axis.minorticks_off()
+        speed = axis.twinx()
+        speed.plot([row["gpus"] for row in own], [row["samples_per_second_per_gpu"] for row in own], "k.-")
+        speed.set(ylim=(0, 1.05 * max(row["samples_per_second_per_gpu"] for row in rows)))
+        speed.set_ylabel("samples/s per GPU (black)" if ring == rings[-1] else "")
+    axes[0][0].set_ylabel("share of a step")
+    axes[0][0].legend(loc="lower left", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -220,8 +278,6 @@ def _run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
     if arguments.plot and arguments.sweep is None:
         raise ValueError("--plot draws a sweep: give --sweep too")
-    if arguments.plot and (arguments.plot.suffix != ".png" or arguments.plot.is_dir()):
-        raise ValueError(f"--plot {arguments.plot}: it writes a PNG, so name a file that ends in .png")
     if arguments.measure:
         from infcl.plan.measure import measure
 
@@ -229,20 +285,12 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.measure.write_text(json.dumps(profile, indent=2) + "\n")
         print(f"wrote {arguments.measure}: {', '.join(f'{name} {value}' for name, value in profile.items())}")
         return
-    setting, graphs = setting_of(arguments), arguments.resident_micro_batches == "auto"
+    setting = setting_of(arguments)
     if arguments.sweep is None:
-        print(describe(setting, graphs=graphs))
+        print(describe(setting))
         return
-    rows = sweep(setting, read_range(arguments.sweep), graphs=graphs)
-    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
-    for ring in dict.fromkeys(row["ring"] for row in rows):
-        for group in ("loss", "ring traffic", "ZeRO traffic"):
-            first = crossover(rows, group, ring)
-            where = f"from {first} GPUs on" if first else "nowhere"
-            print(f"# {ring}: {group} exceeds the towers {where}", file=sys.stderr)
+    rows = sweep(setting, read_range(arguments.sweep))
+    _print_curve(rows)
     if arguments.plot:
         size = f"{setting.global_batch // setting.gpus:,} samples per {setting.gpu.name}"
         draw(rows, f"{arguments.model}, {size}, ZeRO-{setting.zero}, {setting.link.name}", arguments.plot)

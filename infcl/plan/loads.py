@@ -1,6 +1,10 @@
 """Inputs of the memory estimate, from a run's flags (`load_of_run`) or a planned setting (`load_of`)."""
 
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from infcl.config import BatchPlan, RunSpec, TrainConfig
 from infcl.engine.optim import checkpoint_bytes, state_bytes_per_element
@@ -8,12 +12,80 @@ from infcl.loss.contrastive import TILED
 from infcl.loss.links import lap_length
 from infcl.models.clip import frozen_blocks
 from infcl.models.config import CLIPConfig, with_overrides
-from infcl.plan.activations import stream_bytes
-from infcl.plan.memory import Load, parts_of
-from infcl.plan.setting import Setting, parameters_of
+from infcl.plan.setting import Options, Setting, parameters_of
 from infcl.step.offload import UPLOAD_LEAD
 
 STAGES = (0, 1, 2, 3)
+# The residual stream's bytes per number (image, text); under autocast it has the type of the convolution's output in
+# the image tower (half precision), and of the embedding in the text tower (FP32).
+_STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load(Options):
+    """All inputs of a rank's memory estimate: model, batch and settings."""
+
+    batch: BatchPlan
+    parameters: int  # of the rank: its share under tensor parallelism
+    trainable: int
+    stage: int
+    zero: dict = field(default_factory=dict)  # zero_optimization of a preset
+    moments: int = 8  # bytes of optimizer state per element: Adam's two moments
+    blocks: dict[str, int] | None = None  # trained blocks of each tower, counted from the last; None: all
+    trunks: float = 0.0  # bytes per sample of the frozen blocks' output, cached between the two passes
+    pixels: float = float("inf")  # bytes of pixels that may be cached between the two passes
+    pixels_on_gpu: bool = False  # whether the GPU caches them, instead of the host
+    uploads: int = 0  # micro-batches of pixels on their way to the GPU
+    two_level: bool = False  # whether the ring has two levels
+    offloads: tuple[str, ...] = ()  # "optimizer", "param": in host memory
+    checkpoint: float = 0.0  # bytes of the copy from which a checkpoint is written
+    on_cpu: bool = False
+
+    @property
+    def half(self) -> bool:
+        """Whether parameters have half precision."""
+        return self.precision in ("bf16", "fp16")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter."""
+        return 2 if self.half else 4
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the optimizer is in host memory."""
+        return "optimizer" in self.offloads
+
+    @property
+    def cached(self) -> int:
+        """Micro-batches with cached activations; at least one graph exists."""
+        return max(1, min(self.resident, self.batch.num_micro_batches))
+
+    @property
+    def stream_bytes(self) -> dict[str, int]:
+        """{"image", "text"}: bytes per number of the residual stream between blocks."""
+        return dict(zip(("image", "text"), _STREAM_BYTES[self.precision]))
+
+    @property
+    def micro_batch_pixels(self) -> float:
+        """Bytes of a micro-batch's pixels on this rank."""
+        return self.batch.micro_batch_size * 3.0 * self.model.vision_cfg.image_size**2 / self.tensor_parallel
+
+    @property
+    def waiting_pixels(self) -> float:
+        """Bytes of pixels cached between the two passes: full micro-batches without cached activations."""
+        waiting = self.batch.num_micro_batches - self.cached
+        return self.micro_batch_pixels * int(min(waiting, self.pixels / self.micro_batch_pixels))
+
+
+def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return {"image": (parameters, trainable parameters), "text": ..., "scalars": ...}."""
+    counts = {"image": [0, 0], "text": [0, 0], "scalars": [0, 0]}
+    for name, parameter in model.named_parameters():
+        part = "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
+        counts[part][0] += parameter.numel()
+        counts[part][1] += parameter.numel() * parameter.requires_grad
+    return {part: (total, trainable) for part, (total, trainable) in counts.items()}
 
 
 def load_of_run(
@@ -35,49 +107,42 @@ def load_of_run(
         stage: ZeRO stage to use instead of the run's, without offload.
         ranks_of_host: ranks per node; None for a single node.
     """
-    config, batch, precision, on_cpu = spec.flags, spec.batch, spec.precision, spec.device == "cpu"
+    config, batch, on_cpu = spec.flags, spec.batch, spec.device == "cpu"
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
-    on_host = ranks_of_host or ranks
     # several texts per image take the memory of one text that is longer by this factor
     cfg = with_overrides(cfg, context_length=cfg.text_cfg.context_length * config.texts_per_image)
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
     replays_pixels = not trunks["image"] and not (config.lock_image and config.lock_image_unlocked_groups == 0)
     pixels = float("inf") if config.pixel_cache_gb in ("auto", "gpu") else float(config.pixel_cache_gb) * 1e9
-    if config.lock_image:
-        cfg = with_overrides(cfg, patch_dropout=0.0)  # a locked tower drops none
-    return Load(
-        cfg=cfg,
+    lap = ranks
+    if config.loss in TILED and ranks > 1:
+        lap = lap_length(list(range(ranks)), ring="auto", ranks_per_node=ranks_of_host or ranks)
+    load = Load(
+        model=with_overrides(cfg, patch_dropout=0.0) if config.lock_image else cfg,  # a locked tower drops none
+        precision=spec.precision,
+        loss=config.loss,
+        checkpointing=config.grad_checkpointing,
+        compiled=spec.compiles_blocks,
+        resident=1 if config.resident_micro_batches == "auto" else int(config.resident_micro_batches),
+        tensor_parallel=share,
+        sequence_parallel=config.sequence_parallel,
         batch=batch,
         parameters=parameters,
         trainable=trainable,
         stage=spec.zero_stage if stage is None else stage,
-        precision=precision,
-        loss=config.loss,
-        checkpointing=config.grad_checkpointing,
-        compiled=spec.compiles_blocks,
         zero=spec.zero_optimization,
-        resident=1 if config.resident_micro_batches == "auto" else int(config.resident_micro_batches),
         moments=state_bytes_per_element(config),
-        tensor_parallel=share,
-        sequence_parallel=config.sequence_parallel,
         blocks=blocks,
-        trunks=sum(trunks[tower] * size for tower, size in stream_bytes(precision).items()),
         pixels=pixels if replays_pixels else 0.0,
         pixels_on_gpu=config.pixel_cache_gb == "gpu" and not on_cpu,
         uploads=0 if on_cpu else 1 + UPLOAD_LEAD,
-        two_level=has_two_levels(config, ranks, on_host),
+        two_level=lap < ranks,
         offloads=spec.offloads if stage is None else (),
         checkpoint=checkpoint_bytes(config, parameters, trainable) / batch.dp_size,
         on_cpu=on_cpu,
     )
-
-
-def has_two_levels(config: TrainConfig, ranks: int, ranks_of_host: int) -> bool:
-    """Return whether the loss over `ranks` ranks uses a two-level ring."""
-    if config.loss not in TILED or ranks == 1:
-        return False
-    return lap_length(list(range(ranks)), ring="auto", ranks_per_node=ranks_of_host) < ranks
+    return dataclasses.replace(load, trunks=sum(trunks[tower] * size for tower, size in load.stream_bytes.items()))
 
 
 def trained_blocks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
@@ -106,35 +171,22 @@ def _locks(config: TrainConfig, cfg: CLIPConfig) -> list[tuple[str, int, int, in
     ]
 
 
-def memory_of(setting: Setting) -> dict[str, float]:
-    """Return {part: bytes per GPU} of a planned setting; the last entry is the "peak"."""
-    return parts_of(load_of(setting))
-
-
 def load_of(setting: Setting) -> Load:
     """Return the inputs of a planned setting's memory estimate; its checkpoints include Adam's two moments.
 
     Under tensor parallelism a rank has its share of the parameters and, with sequence parallelism, of all activations.
     """
-    share = setting.tensor_parallel
-    parameters = parameters_of(setting.model) // share
+    parameters = parameters_of(setting.model) // setting.tensor_parallel
     zero: dict[str, Any] = {"overlap_comm": setting.overlaps_reductions, "reduce_bucket_size": setting.bucket}
     if setting.offload:
         zero["offload_optimizer"] = {"pin_memory": True}  # as in ds_configs/zero3_offload.json
     return Load(
-        cfg=setting.model,
+        **{option.name: getattr(setting, option.name) for option in dataclasses.fields(Options)},
         batch=BatchPlan(setting.dp_size, setting.num_micro_batches, setting.micro_batch),
         parameters=parameters,
         trainable=parameters,
         stage=setting.zero,
-        precision=setting.precision,
-        loss=setting.loss,
-        checkpointing=setting.checkpointing,
-        compiled=setting.compiled,
         zero=zero,
-        resident=setting.resident,
-        tensor_parallel=share,
-        sequence_parallel=setting.sequence_parallel,
         pixels_on_gpu=setting.pixels == "device",
         uploads=1 + UPLOAD_LEAD,
         two_level=setting.two_level and setting.loss in TILED,

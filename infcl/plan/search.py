@@ -1,20 +1,29 @@
-"""Search for the largest batch that fits, and for the fastest settings of a given batch."""
+"""Search over settings: the largest batch that fits, the fastest settings of a batch, and scaling curves."""
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import product
 from operator import attrgetter
 
 from infcl.config import BatchPlan
 from infcl.config.preset import stage_over
 from infcl.models.config import with_overrides
-from infcl.plan.host import host_bytes
-from infcl.plan.loads import load_of, memory_of
-from infcl.plan.memory import HEADROOM, bytes_beside_graphs, graphs_of, parts_of
+from infcl.plan.activations import graph_bytes
+from infcl.plan.loads import load_of
+from infcl.plan.memory import HEADROOM, host_bytes, memory_of, parts_of, reserved_bytes
 from infcl.plan.setting import Setting
-from infcl.plan.timing import step_seconds
+from infcl.plan.timing import phases_of, step_seconds
 
 _LARGEST, _SMALLEST = 2048, 8  # bounds of the micro-batch sizes to consider
-CONTEXT_BYTES = 2**30  # approximate device memory of the CUDA context and of libraries at start
+_CONTEXT_BYTES = 2**30  # approximate device memory of the CUDA context and of libraries at start
+GROUPS = {  # of phases, in a scaling curve
+    "towers": ("encode", "replay", "tensor parallel", "ZeRO-3 hooks"),
+    "loss": ("loss", "gather features"),
+    "ring traffic": ("ring",),
+    "ZeRO traffic": ("gradients", "parameters"),
+    "host": ("host",),
+    "optimizer": ("optimizer", "optimizer on the host", "gradients to it"),
+}
 
 
 def fits(setting: Setting) -> bool:
@@ -68,48 +77,47 @@ def candidates(setting: Setting) -> Iterator[Setting]:
     They have every micro-batch size, ZeRO stage, checkpointing, offload and T; for T above 1, with and without sequence
     parallelism.
     """
-    for tensor_parallel in (1, 2, 4, 8):
-        if not _can_be_shared(setting.with_(tensor_parallel=tensor_parallel, sequence_parallel=False)):
+    for parts in (1, 2, 4, 8):
+        split = setting.with_(tensor_parallel=parts, sequence_parallel=False)
+        try:
+            split.with_(micro_batch=parts, zero=1, offload=False).check()
+        except ValueError:  # T does not divide the GPUs, the model's heads or the batch
             continue
-        ranks = setting.gpus // tensor_parallel
         for offload in (False, True):
             least = 1 if offload or setting.precision in ("bf16", "fp16") else 0  # as preset.check_stage
-            stages = (stage_over(ranks, zero, setting.precision, offloads=offload) for zero in range(least, 4))
-            for zero in dict.fromkeys(stages):
-                for checkpointing in (False, True):
-                    for sequence in (False, True) if tensor_parallel > 1 else (False,):
-                        changes = {"zero": zero, "checkpointing": checkpointing, "offload": offload}
-                        changes |= {"tensor_parallel": tensor_parallel, "sequence_parallel": sequence}
-                        for micro_batch in micro_batches(setting.with_(**changes)):
-                            yield setting.with_(micro_batch=micro_batch, **changes)
+            stages = [stage_over(split.dp_size, zero, setting.precision, offloads=offload) for zero in range(least, 4)]
+            for zero, checkpointing, sequence, micro_batch in product(
+                dict.fromkeys(stages), (False, True), (False, True) if parts > 1 else (False,), micro_batches(split)
+            ):
+                yield split.with_(
+                    offload=offload,
+                    zero=zero,
+                    checkpointing=checkpointing,
+                    sequence_parallel=sequence,
+                    micro_batch=micro_batch,
+                )
 
 
-def _can_be_shared(setting: Setting) -> bool:
-    """Return whether T divides the setting's GPUs, its model's heads and its batch."""
-    sizes = micro_batches(setting) if setting.gpus % setting.tensor_parallel == 0 else []
-    try:
-        setting.with_(micro_batch=max(sizes, default=1), zero=1, offload=False).check()
-    except ValueError:
-        return False
-    return True
-
-
-def with_graphs(setting: Setting) -> Setting:
-    """Return the setting with the cached activations of --resident-micro-batches auto, by the trainer's rule.
+def resolved(setting: Setting) -> Setting:
+    """Return the setting that the trainer runs: its ZeRO stage and, if `resident` is 0, its cached activations.
 
     The trainer (train/resident.py) measures the bytes of a graph and the free memory after parameters and optimizer;
     here both are estimates. Graphs are those of captions of full length (a row has room for two).
     """
+    stage = stage_over(setting.dp_size, setting.zero, setting.precision, offloads=setting.offload)
+    setting = setting.with_(zero=stage)
+    if setting.resident:
+        return setting
     model, row = setting.model, setting.caption_row
-    whole = model if row is None else with_overrides(model, context_length=row // 2)
-    load = load_of(setting.with_(resident=1, model=whole))
+    padded = model if row is None else with_overrides(model, context_length=row // 2)
+    load = load_of(setting.with_(model=padded))
     parts = parts_of(load)
-    room = setting.gpu.memory_gib * 2**30 * (1 - HEADROOM) - CONTEXT_BYTES - parts["parameters"] - parts["optimizer"]
-    kept = int((room - bytes_beside_graphs(load)) // graphs_of(load)["activations"])
-    return setting.with_(resident=max(1, min(kept, setting.num_micro_batches)))
+    room = setting.gpu.memory_gib * 2**30 * (1 - HEADROOM) - _CONTEXT_BYTES - parts["parameters"] - parts["optimizer"]
+    cached = int((room - reserved_bytes(load)) // graph_bytes(load)["activations"])
+    return setting.with_(resident=max(1, min(cached, setting.num_micro_batches)))
 
 
-def fastest(setting: Setting, count: int = 5, *, graphs: bool = False) -> list[tuple[float, Setting]]:
+def fastest(setting: Setting, count: int = 5) -> list[tuple[float, Setting]]:
     """Return the fastest settings that fit.
 
     Equal times, to the three digits that an estimate has, are sorted by complexity, then by memory.
@@ -117,14 +125,40 @@ def fastest(setting: Setting, count: int = 5, *, graphs: bool = False) -> list[t
     Args:
         setting: the setting to vary.
         count: how many settings to return.
-        graphs: cache the activations of as many micro-batches as fit.
 
     Returns:
         [(seconds per step, setting)], the fastest first.
     """
-    others = filter(fits, map(with_graphs, candidates(setting.with_(resident=1))) if graphs else candidates(setting))
+    others = filter(fits, map(resolved, candidates(setting)))
     timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in others]
     # complexity, most important first: tensor parallelism, offload, recomputation, ZeRO stage
     parts = attrgetter("tensor_parallel", "sequence_parallel", "offload", "checkpointing", "zero")
     timed.sort(key=lambda entry: (float(f"{entry[0]:.3g}"), parts(entry[2]), entry[1]))
     return [(seconds, other) for seconds, _, other in timed[:count]]
+
+
+def sweep(setting: Setting, sizes: list[int]) -> list[dict]:
+    """Compute a scaling curve.
+
+    Args:
+        setting: the setting; its batch per GPU is kept. With ring "auto" both rings are computed.
+        sizes: numbers of GPUs.
+
+    Returns:
+        A row per ring and size: GPUs, global batch, samples/s per GPU, exposed seconds of each group of phases.
+
+    Raises:
+        ValueError: a setting is invalid.
+    """
+    per_gpu = setting.global_batch // setting.gpus
+    rows = []
+    for ring in ("flat", "two-level") if setting.ring == "auto" else (setting.ring,):
+        for size in sizes:
+            other = setting.with_(gpus=size, global_batch=per_gpu * size, ring=ring)
+            other.check()
+            phases = phases_of(resolved(other))
+            groups = {name: sum(p.exposed for p in phases if p.name in members) for name, members in GROUPS.items()}
+            total = sum(groups.values())
+            rows.append({"ring": ring, "gpus": size, "global_batch": other.global_batch, "seconds": total, **groups})
+            rows[-1]["samples_per_second_per_gpu"] = per_gpu / total
+    return rows

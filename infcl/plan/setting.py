@@ -7,34 +7,39 @@ from typing import Any
 
 import torch
 
-from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage, stage_over
+from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage
 from infcl.models import CLIP
 from infcl.models.config import CLIPConfig, check_divides, with_overrides
 from infcl.models.packing import packs, row_length
-from infcl.plan.memory import parameter_counts
 from infcl.plan.profile import Gpu, Link, load_link
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One way to train. Sizes: W GPUs, T tensor-parallel ranks, W/T data-parallel ranks, B global batch."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options that a run and a planned setting have in common."""
 
     model: CLIPConfig
+    precision: str = "amp_bf16"
+    loss: str = "inf_cl"
+    checkpointing: bool = False
+    compiled: bool = True
+    resident: int = 1  # micro-batches that cache their activations between the two passes; 0: as many as fit
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False  # with tensor_parallel > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Options):
+    """One way to train. Sizes: W GPUs, T tensor-parallel ranks, W/T data-parallel ranks, B global batch."""
+
     gpu: Gpu
     gpus: int
     global_batch: int
     micro_batch: int
     zero: int = 1
-    checkpointing: bool = False
-    compiled: bool = True
-    resident: int = 1  # micro-batches that cache their activations between the two passes
     offload: bool = False  # optimizer state in host memory
     pixels: str = "host"  # memory that caches a step's pixels, one byte per value: "host" or "device"
-    loss: str = "inf_cl"
     ring: str = "auto"
-    precision: str = "amp_bf16"
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False  # with tensor_parallel > 1
     gpus_per_node: int = 8
     host_memory_gib: float | None = None  # per node; None: unknown, so everything fits
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between nodes
@@ -100,10 +105,9 @@ class Setting:
         Raises:
             ValueError: the setting is impossible, or the trainer would reject it.
         """
-        for name in ("gpus", "gpus_per_node", "tensor_parallel", "resident", "micro_batch"):
+        for name in ("gpus", "gpus_per_node", "tensor_parallel", "micro_batch"):
             if getattr(self, name) < 1:
-                option = "resident-micro-batches" if name == "resident" else name.replace("_", "-")
-                raise ValueError(f"{option} {getattr(self, name)} must be greater than 0")
+                raise ValueError(f"{name.replace('_', '-')} {getattr(self, name)} must be greater than 0")
         if self.host_memory_gib is not None and not 0 < self.host_memory_gib < float("inf"):
             raise ValueError(f"--host-memory-gib {self.host_memory_gib} must be a number above 0")
         if not self.gpu.bf16 and self.precision in ("amp_bf16", "bf16"):
@@ -117,30 +121,22 @@ class Setting:
         if self.nodes > 1 and self.gpus_per_node % self.tensor_parallel:
             within = [str(size) for size in range(1, self.gpus_per_node + 1) if self.gpus_per_node % size == 0]
             raise ValueError(
-                f"tensor-parallel {self.tensor_parallel} spans hosts of {self.gpus_per_node} GPUs: the sums of each "
-                "layer would go through their network cards, which is not planned, and the trainer warns of it; use "
-                f"{', '.join(within)} (a whole number of them fills a host), or ZeRO-3"
+                f"tensor-parallel {self.tensor_parallel} spans nodes of {self.gpus_per_node} GPUs, which is not "
+                f"planned: use {', '.join(within)} or ZeRO-3"
             )
         check_divides(self.model, self.tensor_parallel)
         check_stage(self.zero, self.precision, offloads=self.offload, source="the plan")
         if self.micro_batch % self.tensor_parallel:
-            raise ValueError(
-                f"tensor-parallel {self.tensor_parallel} does not divide micro-batch {self.micro_batch}: each of these "
-                "ranks takes its share of one"
-            )
-        if self.global_batch % (self.dp_size * self.micro_batch):
-            of_ranks = self.dp_size * self.micro_batch
+            raise ValueError(f"tensor-parallel {self.tensor_parallel} does not divide micro-batch {self.micro_batch}")
+        unit = self.dp_size * self.micro_batch
+        if self.global_batch % unit:
             raise ValueError(
                 f"a global batch of {self.global_batch} is no multiple of {self.dp_size} data-parallel ranks x "
-                f"micro-batch {self.micro_batch}; the next multiple is {-(-self.global_batch // of_ranks) * of_ranks}"
+                f"micro-batch {self.micro_batch}; the next multiple is {-(-self.global_batch // unit) * unit}"
             )
 
     def with_(self, **changes) -> "Setting":
         return dataclasses.replace(self, **changes)
-
-    def as_run(self) -> "Setting":
-        """Return the setting with the ZeRO stage that the trainer runs for `zero`."""
-        return self.with_(zero=stage_over(self.dp_size, self.zero, self.precision, offloads=self.offload))
 
 
 def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
@@ -158,7 +154,7 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
     if tokens is None:
         return {"model": model}
     if not packs(model.text_cfg):
-        raise ValueError("captions are not packed for a text tower that sees what follows one, or pools another place")
+        raise ValueError("captions are packed only for a causal text tower that pools the last token")
     row = row_length(model.text_cfg.context_length)
     return {"model": with_overrides(model, context_length=tokens), "caption_row": row}
 
@@ -167,4 +163,4 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
 def parameters_of(model: CLIPConfig) -> int:
     """Return the number of parameters of a model."""
     with torch.device("meta"):
-        return sum(total for total, _ in parameter_counts(CLIP(model)).values())
+        return sum(parameter.numel() for parameter in CLIP(model).parameters())

@@ -35,11 +35,11 @@ from infcl.plan.setting import Setting, parameters_of
 GEMMS = 0.91  # share of the rate of an 8192^3 GEMM
 ATTENTION, ONE_TILE, BLOCKS = 0.4, 0.25, 0.3  # likewise: cuDNN's attention; the Triton kernels in one tile, in blocks
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
-CAUSAL, MASKED = 1.6, 2.0  # relative time of a tile of cuDNN's attention with a causal mask, and with another mask
+MASKED = 2.0  # relative time of a tile of cuDNN's attention with a mask
 UNSPLIT = 0.43  # norms and residuals, which each of T ranks computes in full without sequence parallelism
 HALF_PRECISION = 0.76  # relative time of the rest in eager blocks of half-precision weights: no casts, half the bytes
 SUMS_SHOW = 0.67  # share of the tensor-parallel communication that no computation hides
-_WIDTH, _TOKENS, _HEAD = 1024, 257, 64  # sizes at which a profile's efficiencies were measured
+_WIDTH, _TOKENS = 1024, 257  # sizes at which a profile's efficiencies were measured
 
 # Host seconds to issue: a block's forward (a backward takes two); a sum over tensor-parallel ranks (two per forward,
 # three per backward); a swap of rows (four and six, per other rank); a module's hooks in ZeRO-3, per pass.
@@ -156,9 +156,9 @@ def _attention(setting: Setting, length: int, width: int, head: int, *, causal: 
         longest = min(2 * length, fitting)  # packed captions vary in length: a tile holds up to twice the mean
         flops = _tile_flops(length, own_places(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
     else:
-        slower = MASKED if row else CAUSAL if causal else 1.0
+        slower = MASKED if row or causal else 1.0
         flops = slower * _tile_flops(row or length, places(row or length), width) / ATTENTION
-    return flops / min(2.0, head / _HEAD)  # wider heads are faster
+    return flops
 
 
 def _tile_flops(length: int, computed: int, width: int) -> float:

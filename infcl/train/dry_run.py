@@ -15,9 +15,8 @@ from infcl.kernels import select_tile
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
-from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.loads import STAGES, load_of_run
-from infcl.plan.memory import Load, parameter_counts, parts_of
+from infcl.plan.loads import STAGES, Load, load_of_run, parameter_counts
+from infcl.plan.memory import host_bytes, host_parts, parts_of
 from infcl.step.pixels import auto_budget
 from infcl.train.build import Inputs, build_loader, build_meta_model, build_tasks
 from infcl.train.diagnostics import model_flops, trained_shares

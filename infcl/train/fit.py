@@ -17,9 +17,8 @@ from infcl.models.config import CLIPConfig
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.parallel.host_limits import host_memory_bytes
-from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.loads import load_of_run
-from infcl.plan.memory import Load, parameter_counts, parts_of
+from infcl.plan.loads import Load, load_of_run, parameter_counts
+from infcl.plan.memory import host_bytes, host_parts, parts_of
 from infcl.train.build import Inputs, build_meta_model
 
 _ROOM = 0.90  # share of the memory that --batch-size auto and a suggestion may use

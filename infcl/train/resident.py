@@ -19,7 +19,7 @@ from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.packing import longest
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.plan.loads import load_of_run
-from infcl.plan.memory import HEADROOM, bytes_beside_graphs
+from infcl.plan.memory import HEADROOM, reserved_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -117,4 +117,4 @@ def _needed_bytes(
         return 8 * trainable + graph + 64 * model_config.embed_dim * spec.batch.rank_batch_size
     counts = {"all": (trainable, trainable)}
     load = load_of_run(spec, model_config, counts, ranks_of_host=ranks_of_host(parallel))
-    return bytes_beside_graphs(load)
+    return reserved_bytes(load)

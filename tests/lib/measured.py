@@ -13,8 +13,8 @@ from benchmarks.step import setting_of
 from infcl.config import resolve
 from infcl.config.preset import BUCKET
 from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, load_model_config, with_overrides
-from infcl.plan.loads import memory_of
-from infcl.plan.memory import parameter_counts
+from infcl.plan.loads import parameter_counts
+from infcl.plan.memory import memory_of
 from infcl.plan.profile import Gpu, load_gpu
 from infcl.plan.setting import Setting, captions_of
 from infcl.plan.timing import loss_seconds, samples_per_second, step_seconds

@@ -7,8 +7,9 @@ from torch import nn
 
 from infcl.config import BatchPlan, RunSpec, TrainConfig, resolve
 from infcl.engine.engine import Engine
+from infcl.models.config import CLIPConfig, load_model_config
 from infcl.parallel import Parallel
-from infcl.plan.loads import STAGES, load_of_run
+from infcl.plan.loads import STAGES, Load, load_of_run
 from infcl.plan.memory import parts_of
 
 
@@ -45,3 +46,10 @@ def memory_plan(*run, **where) -> dict[str, list[float]]:
     """Return {part: bytes per rank under ZeRO 0, 1, 2, 3}."""
     columns = [memory_of_run(*run, stage=stage, **where) for stage in STAGES]
     return {part: [column[part] for column in columns] for part in columns[0]}
+
+
+def load(cfg: CLIPConfig | None = None, *, micro_batch_size=1, micro_batches=1, ranks=1, trainable=0, **fields) -> Load:
+    """Return the inputs of a memory estimate; without `cfg`, of the demo's model."""
+    sizes = {"parameters": trainable, "trainable": trainable, "stage": 1} | fields
+    batch = BatchPlan(ranks, micro_batches, micro_batch_size)
+    return Load(model=cfg or load_model_config("demo"), batch=batch, **sizes)

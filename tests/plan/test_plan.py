@@ -6,7 +6,7 @@ import pytest
 
 from infcl.models import load_model_config
 from infcl.plan.__main__ import main, parser, read_batch, setting_of
-from infcl.plan.loads import memory_of
+from infcl.plan.memory import memory_of
 from infcl.plan.profile import load_gpu, load_link
 from infcl.plan.search import candidates, fastest, fits, largest_batch
 from infcl.plan.setting import Setting, parameters_of

@@ -8,13 +8,14 @@ import torch
 from infcl.models import CLIP, load_model_config
 from infcl.plan.activations import activation_bytes, graph_bytes
 from tests.lib.saved_tensors import saved_bytes
+from tests.lib.specs import load
 
 
 def test_activation_checkpointing_and_half_precision_shrink_the_graph():
     cfg = load_model_config("ViT-L-14")
     sizes = {
         (precision, checkpointing): activation_bytes(
-            cfg, micro_batch_size=8, precision=precision, checkpointing=checkpointing
+            load(cfg, micro_batch_size=8, precision=precision, checkpointing=checkpointing)
         )
         for precision in ("fp32", "amp_bf16")
         for checkpointing in (False, True)
@@ -41,7 +42,7 @@ def test_the_activations_of_a_block_are_what_autograd_keeps(precision, dtype, ch
         for layers in (1, 3)
     ]
     options = {"micro_batch_size": 2, "precision": precision, "checkpointing": checkpointing}
-    one, three = (activation_bytes(cfg, **options) for cfg in cfgs)
+    one, three = (activation_bytes(load(cfg, **options)) for cfg in cfgs)
     kept_one, kept_three = (saved_by_a_forward(cfg, 2, dtype, checkpointing) for cfg in cfgs)
     assert kept_three - kept_one == pytest.approx(three - one, rel=0.02)
 
@@ -54,7 +55,7 @@ def test_a_whole_graph_is_what_autograd_keeps(precision, dtype, checkpointing):
     text = dataclasses.replace(base.text_cfg, layers=2, vocab_size=100)
     cfg = dataclasses.replace(base, text_cfg=text, vision_cfg=dataclasses.replace(base.vision_cfg, layers=2))
     sizes = {"precision": precision, "checkpointing": checkpointing, "compiled": False}
-    planned = [activation_bytes(cfg, micro_batch_size=size, **sizes) for size in (2, 3)]
+    planned = [activation_bytes(load(cfg, micro_batch_size=size, **sizes)) for size in (2, 3)]
     kept = [saved_by_a_forward(cfg, size, dtype, checkpointing) for size in (2, 3)]
     assert planned[1] - planned[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
 
@@ -68,9 +69,7 @@ def test_a_backward_adds_what_one_block_of_a_tower_needs(trained, checkpointing,
     """Of the image tower less what the text tower has freed by then, whichever tower's turn is worse."""
     cfg, tokens = load_model_config("ViT-B-16"), {"image": 197, "text": 77}
     blocks = dict(zip(("image", "text"), trained))
-    parts = graph_bytes(
-        cfg, 1, micro_batch_size=4, precision="bf16", checkpointing=checkpointing, compiled=True, blocks=blocks
-    )
+    parts = graph_bytes(load(cfg, micro_batch_size=4, precision="bf16", checkpointing=checkpointing, blocks=blocks))
     added = {
         name: 4 * tokens[name] * width * (12 + 32 * checkpointing) for name, width in (("image", 768), ("text", 512))
     }
@@ -88,7 +87,7 @@ def test_a_convolutional_stem_counts_as_what_autograd_keeps_of_it(precision, dty
         cfg = dataclasses.replace(base, vision_cfg=dataclasses.replace(base.vision_cfg, image_size=64, conv_stem=stem))
         kept.append(saved_by_a_forward(cfg, 3, dtype, checkpointing))
         sizes = {"micro_batch_size": 3, "precision": precision, "checkpointing": checkpointing}
-        planned.append(activation_bytes(cfg, **sizes))
+        planned.append(activation_bytes(load(cfg, **sizes)))
     assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0], rel=0.01) and planned[1] > planned[0]
 
 

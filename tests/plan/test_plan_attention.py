@@ -6,7 +6,7 @@ from infcl.models import load_model_config
 from infcl.models.config import with_overrides
 from infcl.plan import timing
 from infcl.plan.profile import load_gpu
-from infcl.plan.search import with_graphs
+from infcl.plan.search import resolved
 from infcl.plan.setting import Setting, captions_of
 from tests.lib.measured import compare, stored
 
@@ -35,10 +35,10 @@ def test_auto_is_planned_to_keep_the_graphs_that_it_kept(one):
     row = one["row"]
     given = captions_of(load_model_config(row["model"]), 20)
     sizes = {"global_batch": int(row["global_batch"]), "micro_batch": int(row["micro_batch"])}
-    setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, checkpointing=False, **sizes).as_run()
-    assert with_graphs(setting).resident == int(row["resident"])
+    setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, resident=0, **sizes)
+    assert resolved(setting).resident == int(row["resident"])
     if sizes == {"global_batch": 1024, "micro_batch": 128}:
-        assert with_graphs(setting.with_(compiled=False)).resident == 3  # as peers_train's: dev/log/2026-11.md
+        assert resolved(setting.with_(compiled=False)).resident == 3  # as peers_train's: dev/log/2026-11.md
 
 
 @pytest.mark.parametrize(("micro_batch", "kept"), [(32, 8), (128, 2), (256, 1), (512, 1)])
@@ -47,9 +47,9 @@ def test_on_a_smaller_gpu_fewer_graphs_are_planned_to_stay_and_never_none(micro_
     given = captions_of(load_model_config("ViT-L-14"), 20)
     setting = Setting(
         **given, gpu=load_gpu("a100-80g"), gpus=1, global_batch=16 * micro_batch, micro_batch=micro_batch,
-        checkpointing=False,
+        resident=0,
     )  # fmt: skip
-    assert with_graphs(setting.as_run()).resident == kept
+    assert resolved(setting).resident == kept
 
 
 def test_attention_is_counted_in_whole_tiles():

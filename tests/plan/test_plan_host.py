@@ -13,9 +13,8 @@ from infcl.config.preset import BUCKET
 from infcl.engine.optim import checkpoint_bytes, later_host_bytes
 from infcl.models import CLIP, load_model_config
 from infcl.parallel import init_parallel
-from infcl.plan.host import host_bytes, host_parts
-from infcl.plan.loads import load_of_run
-from infcl.plan.memory import parameter_counts, parts_of
+from infcl.plan.loads import load_of_run, parameter_counts
+from infcl.plan.memory import host_bytes, host_parts, parts_of
 from infcl.step import pixels
 from infcl.train.dry_run import _host_table
 from infcl.train.fit import Fit

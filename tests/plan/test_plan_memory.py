@@ -18,16 +18,15 @@ from infcl.config.preset import BUCKET, read_preset
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.models import CLIP, load_model_config
 from infcl.plan.activations import activation_bytes
-from infcl.plan.loads import kept_trunks, memory_of, trained_blocks
-from infcl.plan.memory import parameter_counts
-from infcl.plan.parts import bucket_bytes, gathered_bytes, loss_bytes, state_bytes
+from infcl.plan.loads import kept_trunks, parameter_counts, trained_blocks
+from infcl.plan.memory import bucket_bytes, gathered_bytes, loss_bytes, memory_of, state_bytes
 from infcl.plan.profile import load_gpu
 from infcl.plan.setting import Setting
 from infcl.train.build import build_model
 from tests.lib.measured import FIRST_PART_APART
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
-from tests.lib.specs import memory_of_run, memory_plan
+from tests.lib.specs import load, memory_of_run, memory_plan
 from tests.lib.training import demo_config
 
 
@@ -47,7 +46,7 @@ def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
      (1, "bf16", 2 + 6 + 3), (1, "fp16", 2 + 4 + 3), (3, "fp16", 0.5 + 1 + 3)],
 )  # fmt: skip
 def test_state_of_four_ranks_by_stage(stage, precision, per_parameter):
-    parts = state_bytes(1000, 1000, stage=stage, ranks=4, precision=precision)
+    parts = state_bytes(load(trainable=1000, ranks=4, stage=stage, precision=precision))
     assert sum(parts.values()) == 1000 * per_parameter
 
 
@@ -81,8 +80,9 @@ def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(
     found = run_ranks(bytes_of_buckets, 2, presets)[0]
     assert found == {"fp32": 4, "bf16": 0, "fp16": 4}
     for precision, size in found.items():
-        assert bucket_bytes(zero, 1000, stage=1, precision=precision) == 2 * 5e8 * size
-    assert bucket_bytes(zero, 1000, stage=1, precision="bf16", offloaded=True) == 2 * 5e8 * 4
+        assert bucket_bytes(load(trainable=1000, zero=zero, precision=precision)) == 2 * 5e8 * size
+    offloaded = load(trainable=1000, zero=zero, precision="bf16", offloads=("optimizer",))
+    assert bucket_bytes(offloaded) == 2 * 5e8 * 4
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(
      ({"stage3_max_reuse_distance": 2e8, "stage3_prefetch_bucket_size": 0}, 2e8)],
 )  # fmt: skip
 def test_what_stays_gathered_follows_the_reuse_distance_and_not_the_limit_of_prefetching(options, kept):
-    sizes = {"ranks": 4, "precision": "bf16"}
-    assert gathered_bytes(3 * 10**9, options, stage=3, **sizes) == pytest.approx(kept * 2 * 3 / 4)
-    assert gathered_bytes(3 * 10**9, options, stage=2, **sizes) == 0
+    sizes = {"trainable": 3 * 10**9, "zero": options, "ranks": 4, "precision": "bf16"}
+    assert gathered_bytes(load(**sizes, stage=3)) == pytest.approx(kept * 2 * 3 / 4)
+    assert gathered_bytes(load(**sizes, stage=2)) == 0
 
 
 def test_a_tiled_loss_needs_memory_linear_in_the_batch_and_a_dense_one_the_square():
@@ -235,10 +235,9 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(
     trained = sum(all(p.requires_grad for p in block.parameters()) for block in blocks)
     assert trained_blocks(config, cfg) == {"image": trained, "text": 12}
     parts = memory_of_run(cfg, BatchPlan(1, 2, 16), config, parameter_counts(model), "fp32", {}, stage=1)
-    whole = activation_bytes(cfg, micro_batch_size=16, precision="fp32", checkpointing=False, compiled=False)
-    text = activation_bytes(
-        cfg, micro_batch_size=16, precision="fp32", checkpointing=False, compiled=False, blocks={"image": 0, "text": 12}
-    )
+    one = load(cfg, micro_batch_size=16, precision="fp32", compiled=False)
+    whole = activation_bytes(one)
+    text = activation_bytes(dataclasses.replace(one, blocks={"image": 0, "text": 12}))
     stream, pixels = 16 * 50 * 768 * 4, 16 * 3 * 224**2 * 4
     around = stream * (trained > 0) + (stream + pixels) * (trained == 12)
     assert parts["activations"] == pytest.approx(text + (whole - text - 2 * stream - pixels) * trained / 12 + around)
@@ -258,7 +257,7 @@ def test_the_graph_of_a_partly_locked_tower_is_what_autograd_keeps(demo_folder, 
         images, texts = torch.zeros(2, 3, 80, 80, dtype=torch.uint8), torch.ones(2, 77, dtype=torch.int64)
         kept.append(saved_bytes(model, functools.partial(model, images, texts)))
         sizes = {"micro_batch_size": 2, "precision": "fp32", "checkpointing": False}
-        planned.append(activation_bytes(cfg, blocks=trained_blocks(config, cfg), **sizes))
+        planned.append(activation_bytes(load(cfg, blocks=trained_blocks(config, cfg), **sizes)))
     assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0], rel=0.02)
 
 
@@ -333,7 +332,7 @@ def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
     sizes = {"micro_batch_size": 16, "precision": "amp_bf16", "checkpointing": False}
-    graph, eager = (activation_bytes(cfg, compiled=compiled, **sizes) for compiled in (True, False))
+    graph, eager = (activation_bytes(load(cfg, compiled=compiled, **sizes)) for compiled in (True, False))
 
     def parts(on_cpu=False, **flags):
         config = demo_config(demo_folder, tmp_path, **flags)
@@ -357,15 +356,16 @@ def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more
      (3, "bf16", True, 2)],
 )  # fmt: skip
 def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, precision, overlap, buffers):
-    options, sizes = {"reduce_bucket_size": 1000, "overlap_comm": overlap}, {"stage": stage, "precision": precision}
-    assert bucket_bytes(options, 1000, **sizes) == 1000 * buffers
+    def counted(trainable: int) -> float:
+        zero = {"reduce_bucket_size": 1000, "overlap_comm": overlap}
+        return bucket_bytes(load(trainable=trainable, zero=zero, stage=stage, precision=precision))
+
+    assert counted(1000) == 1000 * buffers
     if stage == 3:  # gradients that wait, as many as there are: three buckets at most
-        assert [bucket_bytes(options, count, **sizes) for count in (900, 1001, 4000)] == [
-            count * buffers for count in (1000, 1001, 3000)
-        ]
+        assert [counted(size) for size in (900, 1001, 4000)] == [size * buffers for size in (1000, 1001, 3000)]
         return
     flattened = 0 if stage == 0 or precision == "bf16" else 4000
-    assert bucket_bytes(options, 1001, **sizes) == 1000 * buffers + flattened
+    assert counted(1001) == 1000 * buffers + flattened
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from infcl.models import load_model_config
 from infcl.plan.activations import graph_bytes
 from infcl.plan.memory import HEADROOM
 from infcl.train.resident import _needed_bytes, graphs_to_keep, resident_micro_batches
-from tests.lib.specs import spec_of
+from tests.lib.specs import load, spec_of
 
 H200 = 140 * 2**30  # bytes
 
@@ -36,7 +36,7 @@ def beside_towers(loss: str, rows: int, ranks: int, width: int, **flags) -> floa
     """Of `rows` pairs a rank."""
     share = flags.get("tensor_parallel_size", 1)
     with (
-        mock.patch("infcl.plan.memory.graphs_of", lambda load: {"backward": 0.0}),
+        mock.patch("infcl.plan.memory.graph_bytes", lambda load: {"backward": 0.0}),
         mock.patch("infcl.plan.memory.pixels_on_device", lambda load: 0.0),
     ):
         return needed(BatchPlan(ranks // share, 1, rows * share), width=width, loss=loss, **flags)
@@ -92,11 +92,7 @@ def test_pixels_on_the_gpu_are_left_their_room(tensor_parallel):
 
 def test_blocks_that_are_computed_again_are_left_their_room():
     """Of ViT-B-32, 8192 pairs: three quarters of what a checkpointed graph holds."""
-    sizes = {"precision": "amp_bf16", "tensor_parallel": 1, "sequence_parallel": False, "micro_batch_size": 8192}
-    graphs = graph_bytes(
-        load_model_config("ViT-B-32"), 0, checkpointing=True, compiled=True, blocks={"image": 12, "text": 12},
-        **sizes,
-    )  # fmt: skip
+    graphs = graph_bytes(load(load_model_config("ViT-B-32"), micro_batch_size=8192, checkpointing=True))
     assert graphs["backward"] > 0.5 * graphs["activations"]
     batch = BatchPlan(1, 8, 8192)
     left = graphs["backward"] + 3 * 8192 * 3 * 224**2 + beside_towers("inf_cl", 8 * 8192, 1, 512)
