@@ -4,6 +4,7 @@ Only infcl/parallel reads a launcher's variables. It supports deepspeed, torchru
 one rank.
 """
 
+import argparse
 import os
 import re
 from pathlib import Path
@@ -63,12 +64,8 @@ def deepspeed_runner() -> int | None:
     runner = None if launcher is None else parent_of(launcher)
     if runner is None:
         return None
-    words = _command(runner)
-    return (
-        runner
-        if any(Path(word).name == "deepspeed" for word in words) or "deepspeed.launcher.runner" in words
-        else None
-    )
+    names = {Path(word).name for word in _command(runner)}
+    return runner if names & {"deepspeed", "deepspeed.launcher.runner"} else None
 
 
 def parent_of(process: int) -> int | None:
@@ -86,7 +83,11 @@ def require_hostfile() -> None:
         ValueError: the --hostfile of the `deepspeed` command on this node is not a file.
     """
     runner = deepspeed_runner()
-    hostfile = None if runner is None else _hostfile_of(_command(runner))
+    if runner is None:
+        return
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags.add_argument("-H", "--hostfile")
+    hostfile = flags.parse_known_args(_command(runner))[0].hostfile
     if hostfile is None:
         return
     try:
@@ -103,13 +104,3 @@ def _command(process: int) -> list[str]:
         return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
-
-
-def _hostfile_of(words: list[str]) -> str | None:
-    """Return the --hostfile of a `deepspeed` command line, or None."""
-    for word, following in zip(words, [*words[1:], ""]):
-        if word in ("-H", "--hostfile"):
-            return following
-        if word.startswith("--hostfile="):
-            return word.removeprefix("--hostfile=")
-    return None

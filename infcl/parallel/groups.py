@@ -113,7 +113,8 @@ def init_parallel(
         timeout = datetime.timedelta(minutes=timeout_minutes)
         store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)
         own = {**settings, "device": target.type}
-        nodes = meet(store, rank, local_rank, world_size, timeout=timeout, settings=own, gpu=_identity(target))
+        uuid = str(torch.cuda.get_device_properties(target).uuid) if target.type == "cuda" else None
+        nodes = meet(store, rank, local_rank, world_size, timeout=timeout, settings=own, gpu=uuid)
         _share_cores(next(node.num_ranks for node in nodes if rank < node.first_rank + node.num_ranks), bound=bound)
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}
@@ -161,11 +162,6 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
                 os.environ[name] = str(index)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _identity(device: torch.device) -> str | None:
-    """Return the UUID of a GPU; None for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def why_no_gpu() -> str:

@@ -11,6 +11,7 @@ A thread cannot interrupt the call that the main thread waits for. So the proces
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -60,10 +61,8 @@ class Heartbeat:
     def close(self) -> None:
         """Notify the other nodes that this one has finished, and stop."""
         self._closed.set()
-        try:
-            self.store.set(_done(self.rank), "1")
-        except dist.DistError:
-            pass  # rank 0 has finished, so its store is closed
+        with contextlib.suppress(dist.DistError):  # rank 0 has finished, so its store is closed
+            self.store.set(f"done {self.rank}", "1")
 
     def _leave(self) -> None:
         """Stop at exit without notifying the other nodes, so that they detect a failure of this one.
@@ -79,7 +78,7 @@ class Heartbeat:
         """Send heartbeats and check for a lost node. A lost network blocks this thread, which `_wait` detects."""
         try:
             while not self._closed.wait(self.interval):
-                self.store.add(_beats(self.rank), 1)
+                self.store.add(f"beats of {self.rank}", 1)
                 if self.store.check([_MESSAGE]):
                     return self._end(self.store.get(_MESSAGE).decode())
                 if self.rank == 0:
@@ -92,8 +91,8 @@ class Heartbeat:
         now = time.monotonic()
         for number, node in enumerate(self.nodes):
             count, since = self._moved[number]
-            current = self.store.add(_beats(node.first_rank), 0)
-            if current != count or self.store.check([_done(node.first_rank)]):
+            current = self.store.add(f"beats of {node.first_rank}", 0)
+            if current != count or self.store.check([f"done {node.first_rank}"]):
                 self._moved[number] = (current, now)
             elif now - since > self.timeout:
                 message = f"no heartbeat from {node} for {now - since:.0f} s"
@@ -112,11 +111,3 @@ class Heartbeat:
             here = next(node for node in self.nodes if node.first_rank == self.rank)
             print(f"{here.host}: {message}; the run ends", file=sys.stderr, flush=True)
             self.exit(HOST_LOST)
-
-
-def _beats(rank: int) -> str:
-    return f"beats of {rank}"
-
-
-def _done(rank: int) -> str:
-    return f"done {rank}"

@@ -3,6 +3,8 @@
 import os
 import socket
 
+import psutil
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -31,21 +33,17 @@ def interface_addresses(interface: str) -> list[str]:
     Raises:
         ValueError: no such interface has an address; the message lists those that have one.
     """
-    import psutil
-
-    found = {name: _addresses(entries) for name, entries in psutil.net_if_addrs().items()}
+    found: dict[str, list[str]] = {}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, entries in psutil.net_if_addrs().items():
+            addresses = [entry.address for entry in entries if entry.family == family]
+            found.setdefault(name, []).extend(a for a in addresses if not a.startswith("fe80:"))
     if not found.get(interface):
         raise ValueError(
             f"--interface {interface}: no such interface with an IP address on {socket.gethostname()} "
             f"(available: {', '.join(sorted(name for name in found if found[name]))})"
         )
     return found[interface]
-
-
-def _addresses(entries: list) -> list[str]:
-    version_4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    version_6 = [entry.address for entry in entries if entry.family == socket.AF_INET6]
-    return version_4 + [address for address in version_6 if not address.startswith("fe80:")]
 
 
 def listen_address(master: str, interface: str | None) -> str | None:
@@ -66,16 +64,10 @@ def listen_address(master: str, interface: str | None) -> str | None:
     own = interface_addresses(interface)
     if address not in own:
         raise ValueError(
-            f"--interface {interface} has the address {own[0]} on rank 0's node, but the launcher told the other ranks "
+            f"--interface {interface} has the address {own[0]} on rank 0's node, but the launcher gave the other ranks "
             f"{master} ({address}): start it with --master_addr {own[0]}"
         )
     return address
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on an IPv4 or IPv6 address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=4096)
 
 
 def _resolve(name: str) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from infcl.parallel.environment import deepspeed_launcher
 from infcl.parallel.host_info import differences, software
-from infcl.parallel.network import LOOPBACK, listen, listen_address
+from infcl.parallel.network import LOOPBACK, listen_address
 
 _RUN = "infcl run"  # key in the store: the run and its number of ranks
 PATIENCE = 30.0  # seconds between two messages about ranks that have not joined
@@ -64,7 +64,8 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
     listening = None
     try:
         if rank == 0 and not by_launcher and (address := listen_address(host, interface)):
-            listening = listen(address, port)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listening = socket.create_server((address, port), family=family, backlog=4096)
             port = listening.getsockname()[1]
             os.environ["MASTER_PORT"] = str(port)
         store = dist.TCPStore(
@@ -132,7 +133,11 @@ def meet(
         own |= {"software": software(), "settings": dict(settings)}
     store.set(f"rank {rank}", json.dumps(own))
     if rank == 0:  # rank 0 alone compares, since all ranks' data is large with many nodes
-        store.set("all", json.dumps(_compare(_gather(store, world_size, timeout))))
+        try:
+            answer: dict = {"ranks": _compare(_gather(store, world_size, timeout))}
+        except (RuntimeError, ValueError) as error:
+            answer = {type(error).__name__: str(error)}
+        store.set("all", json.dumps(answer))
     try:
         store.wait(["all"], timeout + timedelta(seconds=30))
     except dist.DistStoreError:
@@ -141,24 +146,23 @@ def meet(
     store.add("have read", 1)
     if "ranks" in found:
         return nodes_of(found["ranks"])
-    if rank == 0:
-        _wait_for_readers(store, world_size if "conflict" in found else 0)
-    raise ValueError(found["conflict"]) if "conflict" in found else RuntimeError(found["absent"])
+    deadline = time.monotonic() + 5  # rank 0 serves the store, so it exits after the other ranks have read the answer
+    while rank == 0 and store.add("have read", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.1)
+    raise ValueError(found["ValueError"]) if "ValueError" in found else RuntimeError(found["RuntimeError"])
 
 
-def _compare(everyone: list[dict] | str) -> dict:
-    """Return {"ranks": [(host, local rank)]}, {"conflict": message} or {"absent": message}."""
-    if isinstance(everyone, str):
-        return {"absent": everyone}
+def _compare(everyone: list[dict]) -> list[tuple[str, int]]:
+    """Return [(host, local rank)]. Raise ValueError if nodes differ, or ranks of a node share a GPU."""
     ranks = [(one["host"], one["local_rank"]) for one in everyone]
     nodes = nodes_of(ranks)
     firsts = {str(node): everyone[node.first_rank] for node in nodes}
     for kind, what in (("software", "do not run the same"), ("settings", "were not given the same")):
         if lines := differences({node: one[kind] for node, one in firsts.items() if kind in one}):
-            return {"conflict": f"the nodes {what}: {'; '.join(lines)}"}
+            raise ValueError(f"the nodes {what}: {'; '.join(lines)}")
     if shared := [line for node in nodes for line in _shared_gpus(node, everyone)]:
-        return {"conflict": "; ".join(shared)}
-    return {"ranks": ranks}
+        raise ValueError("; ".join(shared))
+    return ranks
 
 
 def _shared_gpus(node: Node, everyone: list[dict]) -> list[str]:
@@ -178,8 +182,8 @@ def _no_rank_0(rank: int, timeout: timedelta) -> RuntimeError:
     return RuntimeError(f"rank {rank} on {where}: rank 0 did not start the rendezvous within {limit:.0f} s")
 
 
-def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict] | str:
-    """Return the data of all ranks, or a message about those that did not join. Report missing ranks meanwhile."""
+def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict]:
+    """Return the data of all ranks. Report those that have not joined yet; raise RuntimeError after the timeout."""
     keys = [f"rank {rank}" for rank in range(world_size)]
     began, reported = time.monotonic(), 0.0
     while not store.check(keys):  # not `store.wait`, which cannot be interrupted to print a message
@@ -187,7 +191,7 @@ def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> list[dict
         if waited > timeout.total_seconds():
             absent, hosts = _absent(store, keys)
             limit = f"{timeout.total_seconds():.0f} s"
-            return f"ranks {absent} of {world_size} did not join within {limit}; joined: those on {hosts}"
+            raise RuntimeError(f"ranks {absent} of {world_size} did not join within {limit}; joined: those on {hosts}")
         if waited - reported > PATIENCE:
             absent, hosts = _absent(store, keys)
             reported = waited
@@ -202,13 +206,6 @@ def _absent(store: dist.Store, keys: list[str]) -> tuple[str, str]:
     joined = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     hosts = ", ".join(dict.fromkeys(one["host"] for one in joined.values()))
     return _ranges([rank for rank in range(len(keys)) if rank not in joined]), hosts
-
-
-def _wait_for_readers(store: dist.Store, readers: int) -> None:
-    """Wait until all ranks have read the result, or 5 s. Rank 0 must exit last, since it serves the store."""
-    deadline = time.monotonic() + 5
-    while (not readers or store.add("have read", 0) < readers) and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def nodes_of(ranks: list[tuple[str, int]]) -> list[Node]:
