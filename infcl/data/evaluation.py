@@ -208,25 +208,22 @@ def class_names(folder: Path) -> list[str]:
 
 def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return [(image path, {"captions": [...], ...}), ...] of a .jsonl file. Raises ValueError on a bad line."""
-    files = []
+    files, number = [], 0
     try:
         with open_lines(path, encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    files.append(_caption_line(path, number, line))
+            for line in lines:
+                number += 1
+                if not line.strip():
+                    continue
+                record = parse_json(line.encode())
+                captions, image = record.get("captions"), record.get("image")
+                if not isinstance(captions, list) or not all(isinstance(text, str) for text in [image, *captions]):
+                    raise BadSample("bad_json", 'not of the form {"image": "a.jpg", "captions": ["...", ...]}')
+                files.append((path.parent / str(image), record))
+    except BadSample as bad:
+        raise ValueError(f"{path}, line {number}: {bad}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
     if not files:
         raise ValueError(f"{path}: no samples in it")
     return files
-
-
-def _caption_line(path: Path, number: int, line: str) -> tuple[Path, dict[str, Any]]:
-    try:
-        record = parse_json(line.encode())
-    except BadSample as bad:
-        raise ValueError(f"{path}, line {number}: {bad}") from None
-    captions, image = record.get("captions"), record.get("image")
-    if not isinstance(image, str) or not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
-        raise ValueError(f'{path}, line {number}: not of the form {{"image": "a.jpg", "captions": ["...", ...]}}')
-    return path.parent / image, record

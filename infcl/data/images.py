@@ -26,7 +26,6 @@ _EXIF_BYTES = 1 << 16  # searched in a JPEG: EXIF is its first or second segment
 _ORIENTATION = 0x0112  # tag number in EXIF
 # orientation -> (counterclockwise quarter turns, then whether to mirror left and right)
 _TO_UPRIGHT = dict(zip(range(2, 9), [(0, True), (2, False), (2, True), (3, True), (3, False), (1, True), (1, False)]))
-_BAND_PIXELS = 1 << 20  # composited at a time
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,8 @@ def decode_image(
             orientation = _jpeg_orientation(data) if limits.upright else 1
             shown = (height, width) if orientation < 5 else (width, height)
             factor = shrink(*shown) if shrink else 1
-            if factor > 1:
-                pixels = simplejpeg.decode_jpeg(
-                    data, "RGB", min_height=math.ceil(height / factor), min_width=math.ceil(width / factor)
-                )
-            else:
-                pixels = simplejpeg.decode_jpeg(data, "RGB")
+            smaller = {"min_height": math.ceil(height / factor), "min_width": math.ceil(width / factor)}
+            pixels = simplejpeg.decode_jpeg(data, "RGB", **(smaller if factor > 1 else {}))
             return _upright(pixels, orientation)
         except ValueError:
             pass  # CMYK, or damage that Pillow may tolerate
@@ -106,24 +101,20 @@ def _check_scans(jpeg: bytes) -> None:
 
 
 def _jpeg_orientation(data: bytes) -> int:
-    """Return the EXIF orientation, 1 to 8; 1 if it is missing or unreadable."""
     at = data.find(b"Exif\0\0", 0, _EXIF_BYTES)
     if at < 0:
         return 1
     from PIL import Image
 
-    def exif() -> Image.Exif:
-        size = int.from_bytes(data[at - 2 : at], "big")
-        found = Image.Exif()
-        found.load(data[at : at - 2 + size])
-        return found
-
-    return _orientation(exif)
+    size = int.from_bytes(data[at - 2 : at], "big")
+    exif = Image.Exif()
+    return _orientation(lambda: exif.load(data[at : at - 2 + size]) or exif)
 
 
-def _orientation(exif: "Callable[[], Image.Exif]") -> int:
+def _orientation(read_exif: "Callable[[], Image.Exif]") -> int:
+    """Return the EXIF orientation, 1 to 8; 1 if it is missing or unreadable."""
     try:
-        value = exif().get(_ORIENTATION, 1)
+        value = read_exif().get(_ORIENTATION, 1)
     except Exception:  # Pillow raises many types on malformed EXIF; the image is still usable
         return 1
     return value if value in range(1, 9) else 1
@@ -175,13 +166,8 @@ def _rgb(image: "Image.Image") -> np.ndarray:
     if image.mode == "F":
         raise BadSample("unsupported_image_mode", "floating-point pixels")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        width, height = image.size
-        result = np.empty((height, width, 3), np.uint8)
-        rows = max(1, _BAND_PIXELS // width)
-        for top in range(0, height, rows):
-            band = image.crop((0, top, width, min(height, top + rows))).convert("RGBA")
-            pixels = np.asarray(band).astype(np.uint16)
-            alpha = pixels[:, :, 3:]
-            result[top : top + rows] = (pixels[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255
-        return result
+        from PIL import Image
+
+        image, transparent = Image.new("RGB", image.size, "white"), image.convert("RGBA")
+        image.paste(transparent, mask=transparent)
     return np.array(image.convert("RGB"))

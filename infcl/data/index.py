@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from infcl.data.remote import open_shard
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular, retry, write_atomic
 from infcl.data.tar import tar_members
 
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")
@@ -265,9 +265,4 @@ def _digest(text: str) -> str:
 def _write(path: Path, header: dict, members: np.ndarray) -> None:
     line = json.dumps(header).encode()
     line += b" " * (-(len(line) + 1) % 64) + b"\n"  # align the rows
-    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # random: nodes may share the folder
-    try:
-        temporary.write_bytes(line + members.astype("<i8").tobytes())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, line + members.astype("<i8").tobytes())

@@ -84,10 +84,6 @@ class ShardReader:
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_open": OrderedDict()}  # file descriptors belong to one process
 
-    def __del__(self):
-        for file, _ in self._open.values():
-            file.close()
-
     def __str__(self) -> str:
         shards = len(self.manifest.shards)
         return f"{counted(shards, 'shard')} hold{'s' * (shards == 1)} {self.manifest.num_samples} usable samples"

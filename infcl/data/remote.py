@@ -237,28 +237,26 @@ def within(seconds: float, call: Callable[[], T], why: str) -> T:
 
 def _copy_pipe(command: str, out: BinaryIO, options: StorageOptions) -> None:
     """Write a shell command's output. Raises OSError if it fails, stalls (then it is killed) or writes nothing."""
-    process = subprocess.Popen(
-        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdout is not None, "it is a pipe"
     copied = 0
-    try:
-        while True:
-            if not select.select([process.stdout], [], [], options.timeout)[0]:
+    with subprocess.Popen(
+        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            while select.select([process.stdout], [], [], options.timeout)[0]:
+                part = os.read(process.stdout.fileno(), _READ_BYTES)
+                if not part:
+                    break
+                out.write(part)
+                copied += len(part)
+            else:
                 raise TimeoutError(f"no output for {options.timeout:g} s")
-            part = os.read(process.stdout.fileno(), _READ_BYTES)
-            if not part:
-                break
-            out.write(part)
-            copied += len(part)
-        status = process.wait(options.timeout)
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"did not end within {options.timeout:g} s of its last output") from error
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
+            status = process.wait(options.timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"did not end within {options.timeout:g} s of its last output") from error
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     if status != 0 or copied == 0:
         raise OSError(f"exit status {status} after {copied} bytes")
 

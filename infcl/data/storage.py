@@ -9,12 +9,14 @@ counted. A read never returns wrong bytes.
 """
 
 import contextlib
+import itertools
 import os
 import random
 import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TextIO, TypeVar
 
 MAX_LINE = 16 << 20  # characters per line of a text file
@@ -92,13 +94,13 @@ def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
     Raises:
         ShardFault: "shard_missing" at once if the file does not exist, "shard_unreadable" after the last attempt.
     """
-    for number in range(1, options.attempts + 1):
+    for number in itertools.count(1):
         try:
             return attempt()
         except FileNotFoundError as error:
             raise ShardFault("shard_missing", f"{what}: not found ({error})") from error
         except OSError as error:
-            if number == options.attempts:
+            if number >= options.attempts:
                 message = f"{what}: {number} attempts failed, the last with {type(error).__name__}: {error}"
                 raise ShardFault("shard_unreadable", message) from error
         wait = options.backoff * 2 ** (number - 1)
@@ -137,24 +139,32 @@ def _bounded_lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file so that no reader sees a part of it. Raises OSError and leaves no partial file if that fails."""
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # random: nodes may share the folder
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
 class LocalFile:
     """A regular local file. `fixed_version` replaces the time stamp as version, for files of the spool."""
 
     def __init__(self, path: str | os.PathLike, *, fixed_version: int | None = None):
-        self._descriptor = open_regular(path)
+        self._file = open(path, "rb", buffering=0, opener=open_regular)
         self._fixed_version = fixed_version
         self.file_bytes, self.version = self._state()
 
     def _state(self) -> tuple[int, int]:
-        state = os.fstat(self._descriptor)
+        state = os.fstat(self._file.fileno())
         return state.st_size, state.st_mtime_ns if self._fixed_version is None else self._fixed_version
 
     def pread(self, size: int, offset: int) -> bytes:
-        data = os.pread(self._descriptor, size, offset)
-        while len(data) < size:
-            more = os.pread(self._descriptor, size - len(data), offset + len(data))
-            if not more:
-                break
+        data = os.pread(self._file.fileno(), size, offset)
+        while len(data) < size and (more := os.pread(self._file.fileno(), size - len(data), offset + len(data))):
             data += more
         return data
 
@@ -162,4 +172,4 @@ class LocalFile:
         return self._state() != (self.file_bytes, self.version)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()

@@ -24,7 +24,9 @@ from infcl.data.remote import open_shard
 from infcl.data.shards import check_factors, split_sources
 from infcl.data.storage import DEFAULT_STORAGE, MAX_LINE, ShardFault, StorageOptions, open_lines, retry
 
-_URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
+_IMAGE_NAME = re.compile(
+    rf"[A-Za-z][\w+.-]*://\S+|.*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(\?.*)?", re.IGNORECASE
+)
 _TRIED = 1000  # images per table of which at least one must exist before training
 
 
@@ -164,7 +166,7 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
     for first, taken, row in lines:
         if row is None:
             problems["index/bad_row"] += taken
-        elif taken > 1 and _holds_rows(row, len(header), image_at, separator, os.path.dirname(path)):
+        elif taken > 1 and _holds_rows(row, len(header), image_at, separator):
             if not problems["index/unclosed_quote"]:
                 warnings.append(
                     f"{path}, lines {first} to {first + taken - 1}: one quoted field holds what look like rows; they "
@@ -216,20 +218,10 @@ def _numbered_rows(path: str, separator: str) -> Iterator[tuple[int, int, list[s
         csv.field_size_limit(before)
 
 
-def _holds_rows(row: list[str], columns: int, image_at: int, separator: str, folder: str) -> bool:
+def _holds_rows(row: list[str], columns: int, image_at: int, separator: str) -> bool:
     """Return whether a line inside a field looks like a row: all columns, and an image name in the image column."""
-    for field in row:
-        for line in field.splitlines()[1:]:
-            parts = line.split(separator)
-            if len(parts) >= columns and _names_image(parts[image_at].strip(), folder):
-                return True
-    return False
-
-
-def _names_image(name: str, folder: str) -> bool:
-    if name.lower().partition("?")[0].endswith(IMAGE_SUFFIXES) or _URL.fullmatch(name):
-        return True
-    return bool(name) and (os.path.isfile(name) or os.path.isfile(os.path.join(folder, name)))
+    lines = (line.split(separator) for field in row for line in field.splitlines()[1:])
+    return any(len(parts) >= columns and _IMAGE_NAME.fullmatch(parts[image_at].strip()) for parts in lines)
 
 
 def _folder_of(rows: list[tuple[str, str]], path: str) -> str:

@@ -55,20 +55,17 @@ class TrainTransform:
         gray_scale_prob: float = 0.0,
         scaled_decode: bool = False,
     ):
-        probabilities = {
-            "hflip": hflip,
-            "color_jitter_prob": color_jitter_prob,
-            "gray_scale_prob": gray_scale_prob,
-        }
-        for name, value, most in (("scale", scale, 1.0), ("ratio", ratio, math.inf)):
-            if not _is_range(value, most):
-                above = "<= 1 (shares of the image's area)" if most == 1 else ""
-                raise ValueError(f"{name} {value}: need (low, high) with 0 < low <= high {above}".rstrip())
-        for name, share in probabilities.items():
-            if not _is_number(share) or not 0 <= share <= 1:
-                raise ValueError(f"{name} {share}: need a probability, 0 to 1")
-        if not isinstance(scaled_decode, bool):
-            raise ValueError(f"scaled_decode {scaled_decode}: need True or False")
+        probability = "a probability, 0 to 1"
+        for name, value, is_valid, needed in (
+            ("scale", scale, _is_range(scale, 1), "(low, high) with 0 < low <= high <= 1 (shares of the image's area)"),
+            ("ratio", ratio, _is_range(ratio, math.inf), "(low, high) with 0 < low <= high"),
+            ("hflip", hflip, _is_probability(hflip), probability),
+            ("color_jitter_prob", color_jitter_prob, _is_probability(color_jitter_prob), probability),
+            ("gray_scale_prob", gray_scale_prob, _is_probability(gray_scale_prob), probability),
+            ("scaled_decode", scaled_decode, isinstance(scaled_decode, bool), "True or False"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name} {value}: need {needed}")
         if (color_jitter is None) != (color_jitter_prob == 0):
             raise ValueError(
                 f"color_jitter {color_jitter} and color_jitter_prob {color_jitter_prob} only work together: give both"
@@ -107,13 +104,13 @@ class TrainTransform:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value <= 1
 
 
 def _is_range(value: Any, most: float) -> bool:
-    numbers = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_number, value))
-    return numbers and 0 < value[0] <= value[1] <= most
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return is_pair and all(isinstance(v, (int, float)) for v in value) and 0 < value[0] <= value[1] <= most
 
 
 def _checked_jitter(amounts: Any) -> tuple[float, float, float, float]:
@@ -147,13 +144,11 @@ def jitter(pixels: torch.Tensor, amounts: tuple[float, float, float, float], ran
             continue
         low = max(0.0, 1 - amount)
         factor = low + (1 + amount - low) * u
-        if operation == 0:
-            other = torch.zeros(())
-        elif operation == 1:
-            other = luma(image).mean()
-        else:
-            other = luma(image)
-        image = (image * factor + other * (1 - factor)).clamp_(0, 1)
+        mixed = image * factor
+        if operation > 0:
+            grey_image = luma(image)
+            mixed += (grey_image.mean() if operation == 1 else grey_image) * (1 - factor)
+        image = mixed.clamp_(0, 1)
     return _to_bytes(image)
 
 

@@ -127,13 +127,13 @@ def test_a_quote_that_nothing_closes_is_told_with_what_it_took(tmp_path):
         TableReader(str(path))
 
 
-@pytest.mark.parametrize("name", ["images/{}", "a://host/{}?size=9"])
-def test_rows_behind_a_stray_quote_are_seen_though_their_images_have_no_suffix(tmp_path, name):
-    """The caption would be a part of this row's and of the next one's, the image this row's."""
+@pytest.mark.parametrize("name", ["images/{}.PNG", "a://host/{}?size=9"])
+def test_rows_after_a_stray_quote_are_found(tmp_path, name):
+    """Else the caption would be a part of this row's and of the next one's, and the image this row's."""
     (tmp_path / "images").mkdir()
     rows = []
     for i in range(5):
-        (tmp_path / "images" / str(i)).write_bytes(encode(picture(i)))
+        (tmp_path / "images" / f"{i}.PNG").write_bytes(encode(picture(i)))
         rows.append(f"{name.format(i)},{i}")
     rows[1:3] = [f'{name.format(1)},"5 inch nail', f'{name.format(2)},"a dog, running"']
     rows[3] = f'{name.format(3)},"two lines,\nnot, a row"'

@@ -107,7 +107,7 @@ def test_impossible_requests_are_refused(model, tmp_path):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000, "unigram")
     with pytest.raises(ValueError, match=r"no tokenizer of 4 pieces.*their characters alone are \d+"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 4, "unigram")
-    with pytest.raises(ValueError, match="x.model cannot be written"):
+    with pytest.raises(ValueError, match="cannot write .*x.model"):
         train_tokenizer(CAPTIONS, "/dev/full/x.model", 60)
     with pytest.raises(ValueError, match="'bpe' or 'unigram'"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 60, "word")

@@ -1,6 +1,5 @@
 """Tokenizer training: learn a sentencepiece model file from captions of shards, tables or other sources."""
 
-import contextlib
 import io
 import os
 import re
@@ -12,6 +11,7 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import EpochPlan
 from infcl.data.records import BadSample, ShardReader
 from infcl.data.shards import load_manifest
+from infcl.data.storage import write_atomic
 from infcl.data.table import TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, canonicalise, repair
 
@@ -63,7 +63,11 @@ def train_tokenizer(
     except RuntimeError as error:
         why = _reason(error, model_type)
         raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {why}") from error
-    _write(Path(path), model.getvalue())
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(path), model.getvalue())
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _reason(error: RuntimeError, model_type: str) -> str:
@@ -76,20 +80,6 @@ def _reason(error: RuntimeError, model_type: str) -> str:
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
         return f"their characters alone are {least[1]} (--vocab-size above that)"
     return str(error)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically. Raises ValueError and leaves no partial file if that fails."""
-    temporary = Path(f"{path}.{os.urandom(4).hex()}.tmp")
-    try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def shard_captions(urls: str | Sequence[str], limit: int, *, keys: SampleKeys = DEFAULT_KEYS) -> Iterator[str]:
