@@ -106,9 +106,12 @@ def _jpeg_orientation(data: bytes) -> int:
         return 1
     from PIL import Image
 
-    size = int.from_bytes(data[at - 2 : at], "big")
-    exif = Image.Exif()
-    return _orientation(lambda: exif.load(data[at : at - 2 + size]) or exif)
+    def read_exif() -> Image.Exif:
+        exif = Image.Exif()
+        exif.load(data[at : at - 2 + int.from_bytes(data[at - 2 : at], "big")])
+        return exif
+
+    return _orientation(read_exif)
 
 
 def _orientation(read_exif: "Callable[[], Image.Exif]") -> int:
