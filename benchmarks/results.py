@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from benchmarks.charts import Chart, Panels, average, average_and_deviation, digest, digest_of, series
-from benchmarks.rows import RESULTS, ROOT, grouped, latest, newest, origin, rows, where
-from benchmarks.tables import Cell, Columns, Table, across, batch, gpus, markdown, ms, spread, spread_of, text_of
+from benchmarks.rows import RESULTS, ROOT, grouped, latest, newest, rows, where
+from benchmarks.tables import Columns, Table, across, batch, gpus, markdown, ms, spread, spread_of, text_of
 
 GIB = 2**30
 LOSSES = {
@@ -184,48 +184,6 @@ def other_losses() -> list[dict]:
     return [row for row in found if row["impl"] != "inf_cl" or row["dim"] in (512, 1024)]
 
 
-def symmetry() -> str:
-    """Return a table of the time that one pass over the logits for both directions saves, within one commit each."""
-    one, lines = where([*measured_losses(), *rows("loss_h100.csv")], gpus=1, dim=768), []
-    for against, impl, name, powers in (
-        ("two_passes", "inf_cl", "both directions in one pass, against two passes", (15, 16, 17, 18)),
-        ("official", "inf_cl", "both directions in one pass, against the official code", (16,)),
-        ("views", "nt_xent", "half of a symmetric matrix, against all of it", (15, 16, 17, 18)),
-    ):
-        for power in powers:
-            both = [
-                (row, other)
-                for other in where(one, impl=against, global_batch=2**power)
-                for row in where(one, impl=impl, global_batch=2**power, commit=other["commit"])
-            ]
-            if both:
-                ours, other = (row["median_ms"] for row in both[-1])
-                card = str(both[-1][0]["device"]).split()[1]
-                lines.append([name, card, f"{2**power:,}", ms(ours), ms(other), f"{other / ours:.2f}x"])
-    return markdown(["what is used", "GPU", "batch", "with, ms", "without, ms", "faster"], lines)
-
-
-def _of_gemms(name: str) -> Cell:
-    """Return a cell with ms and the multiple of the bare GEMMs' time. The ring by copy engines has been removed."""
-
-    def cell(own: list[dict]) -> str:
-        time = own[-1][f"{name} ms"]
-        return "" if time == "" else f"{time:.1f} ({time / own[-1]['products ms']:.2f})"
-
-    return cell
-
-
-def rings() -> list[dict]:
-    """Return rows of flat and two-level rings over slow network cards; "turn" is equal for two compared rows."""
-    found = rows("rings.csv")
-    return [row | {"turn": turn // 2, "between": f"{row['nic_mbit']:g} / {row['nic_mbit'] * row['ratio']:.0f}"}
-            for turn, row in enumerate(found)]  # fmt: skip
-
-
-def _times_faster(own: list[dict]) -> str:
-    return f"{own[0]['median_ms'] / own[1]['median_ms']:.1f}x"
-
-
 def _precision_errors(own: list[dict]) -> str:
     errors = ("loss_error", "image_gradient_error", "scale_gradient_error")
     return "; ".join(f"{own[0][error]:.1e}" for error in errors) if own else ""
@@ -268,46 +226,6 @@ def steps_at_80_gb() -> list[dict]:
     return found
 
 
-def planned_peaks() -> list[dict]:
-    """Return the peak memory of steps: the paper's, the plan for the paper's trainer, and the plan for infcl."""
-    from benchmarks.paper import paper_memory
-    from infcl.plan.memory import memory_of
-
-    paper, found = where(rows("paper_memory.csv"), table=1), []
-    for count in (8, 32):
-        for loss, offload in (("clip", 0), ("open_clip", 0), ("inf_cl", 0), ("inf_cl", 1)):
-            who = f"{gpus(count, 'A800')}, {PAPER[loss]}{', offload' * offload}: paper / planned"
-            for k in BATCHES_K:
-                row = where(paper, gpus=count, loss=loss, offload=offload, batch_k=k)
-                peak = paper_memory(_on_a800s(count, loss, k, offload, zero=0))["peak"] / GIB
-                theirs = (f"{row[0]['peak_gib']:.1f}" if row[0]["fits"] else "x") if row else "-"
-                planned = f"{peak:.1f}" if peak <= _a800().memory_gib else "x"
-                found.append({"who": who, "batch_k": k, "peak": f"{theirs} / {planned}"})
-        for offload, what in ((0, "on the GPU"), (1, "in host memory")):
-            for k in BATCHES_K:
-                peak = memory_of(_on_a800s(count, "inf_cl", k, offload, zero=1))["peak"]
-                text = f"{peak / GIB:.1f}" if peak <= _a800().usable_bytes else "x"
-                who = f"{gpus(count, 'A800')}, infcl, pixels {what}: planned"
-                found.append({"who": who, "batch_k": k, "peak": text})
-    return found
-
-
-def _a800():
-    from infcl.plan.profile import load_gpu
-
-    return load_gpu("a800-80g")
-
-
-def _on_a800s(count: int, loss: str, batch_k: int, offload: int, zero: int):
-    from infcl.models.config import load_model_config
-    from infcl.plan.setting import Setting
-
-    return Setting(
-        model=load_model_config("ViT-L-14"), gpu=_a800(), gpus=count, global_batch=batch_k * 1024, micro_batch=128,
-        zero=zero, loss=loss, pixels="host" if offload else "device", checkpointing=False,
-    )  # fmt: skip
-
-
 def _planned_step(own: list[dict]) -> str:
     from benchmarks.paper import paper_step
 
@@ -315,18 +233,11 @@ def _planned_step(own: list[dict]) -> str:
 
 
 def largest_batches() -> list[dict]:
-    """Return the largest batches: the paper's, and infcl's on H200s limited to 80 GB and as planned for A800s."""
-    from benchmarks.largest_batch import planned_for
-
+    """Return the largest batches: the paper's, and infcl's on H200s limited to 80 GB."""
     found = []
     for row in where(rows("paper_memory.csv"), table=2):
         row |= {"cards": "A800", "pixels": "offload" if row["offload"] else "", "above": ""}
         found.append(row | {"words": PAPER[row["loss"]], "kind": "paper", "batch": f"{row['batch_k']}k"})
-        if row["loss"] == "inf_cl":
-            place = "host" if row["offload"] else "gpu"
-            samples, peak = planned_for(row["model"], row["gpus"], _a800().usable_bytes, pixels=place)
-            planned = {"words": "infcl", "kind": "planned", "batch": batch(samples), "peak_gib": peak / GIB}
-            found.append(row | planned)
     keys = ("model", "gpus", "pixels", "loss", "memory_gb", "precision", "checkpointing")
     for trials in grouped(rows("largest_batch.csv"), *keys).values():
         own = newest(trials)
@@ -374,22 +285,6 @@ def trained_pairs() -> str:
     return markdown(["mean over seeds +- its standard error", *METRICS.values()], lines)
 
 
-def trained_on_two_ranks() -> str:
-    """Return a table of the loss on two ranks before rounding errors grow."""
-    name = "accuracy_losses_ranks"
-    early = (2560, 7680, 15360, 25600)
-    seed = rows(f"{name}.csv")[0]["seed"]
-    curves = [
-        row | {"words": TRAINED[loss]}
-        for loss in TRAINED
-        for row in where(rows(f"{name}_curves.csv"), run=f"{loss}-{seed}", samples_seen=early)
-        if loss != "siglip"
-    ]
-    columns = {f"seed {seed}": "{words}"}
-    columns |= across("{loss:.5f}", {f"loss at {seen:,} samples": {"samples_seen": seen} for seen in early})
-    return Table(lambda: curves, columns, by=("run",), foot="")()
-
-
 ABLATION = {  # implementation and GPUs: words, the paper's name
     ("clip", 4): ("no tiles: b x b on every GPU (CLIP)", "clip"),
     ("official_open_clip", 4): ("b/n x b on every GPU (OpenCLIP, local loss)", "open_clip"),
@@ -425,52 +320,6 @@ def _zero_shot_and_recall(own: list[dict]) -> str:
 
 
 # ---- exactness and accuracy ----
-
-
-def losses_of_ranks() -> list[dict]:
-    return [row | {"shape": f"{row['ranks']} ranks on {row['hosts']} nodes" if row["ranks"] > 1 else "1 rank"}
-            for row in newest(rows("ranks_32.csv"))]  # fmt: skip
-
-
-def many_ranks() -> str:
-    """Return a table of the trainer's losses on many ranks of several nodes, compared with one rank."""
-    found = losses_of_ranks()
-    last = grouped(latest(found, "shape", "step"), "step")
-    apart = max(max(row["loss"] for row in own) / min(row["loss"] for row in own) - 1 for own in last.values())
-    shapes = {row["shape"]: {"shape": row["shape"]} for row in found}
-    columns = {"step": "{step}"} | across("{loss:.7f}", shapes)
-    foot = f"The greatest relative difference is {apart:.1e}. {origin(found)}"
-    return Table(lambda: found, columns, by=("step",), order=lambda row: row["step"], foot=foot)()
-
-
-def gradients() -> list[dict]:
-    """Return relative distances of a step's gradients from those of the full logit matrix, and from float64.
-
-    A row of infcl has the rows of the run's other losses under their names.
-    """
-    every, found = rows("accuracy_gradients.csv"), []
-    settings = ("device", "precision", "ranks", "global_batch", "weights")
-    for row in latest(where(every, loss="inf_cl"), *settings, "tile_dtype"):
-        run = where(every, **{name: row[name] for name in (*settings, "commit")})
-        own = {one["loss"]: one for one in run} | {"inf_cl": row}
-        place = f"{row['device']}, {row['precision']}"
-        place += f", GEMMs {row['tile_dtype']}" if row["tile_dtype"] != "fp32" else ""
-        found.append(row | own | {f"from_{loss}": one["from_clip"] for loss, one in own.items()} | {"where": place})
-    return found
-
-
-def _errors_of(loss: str) -> str:
-    return " / ".join(f"{{{loss}[{part}]:.1e}}" for part in ("image", "text", "scale"))
-
-
-def hard_negatives() -> str:
-    found = latest(rows("hard_negatives.csv"), "hard_negatives", "seed")
-    lines = []
-    for hard, name in enumerate(("negatives of the batch alone", "with hard negatives")):
-        own = where(found, hard_negatives=hard)
-        lines.append([name, len(own), *(spread([row[key] for row in own]) for key in ("relation", "recall_at_1"))])
-    header = ["trained", "seeds", "relation correct (chance 0.5)", f"R@1 among {found[0]['documents']:,}"]
-    return markdown(header, lines) + f"\n\n{found[0]['steps']} steps of {found[0]['batch']} queries; {origin(found)}"
 
 
 def false_negatives() -> list[dict]:
@@ -514,7 +363,6 @@ STEP: Columns = {
     "attention": "{attention}",
     "options": "{options}",
     "samples/s per GPU": "{rate}",
-    "of ZeRO-1": "{of_zero_1}",
     "first pass": "{seconds_encode:.3f} s",
     "second pass": "{seconds_replay:.3f} s",
     "update": lambda own: f"{1000 * own[-1]['seconds_step']:.1f} ms",
@@ -582,25 +430,6 @@ def _cached(own: list[dict]) -> str:
     return f"{own[-1]['resident']} of {own[-1]['micro_batches']}{automatic}"
 
 
-def steps_by_host() -> list[dict]:
-    """Return steps with ZeRO-1 and ZeRO-3 by CPU speed: ViT-L-14 on two H200s, BF16, checkpointing."""
-    found = [row for row in steps_of("step_hosts.csv") if row["commit"] not in ("a1532d8", "42cacc8")]  # older ZeRO-3
-    for own in grouped(found, "python_loop_seconds", "micro_batch").values():
-        plain = [row["samples_per_second_per_gpu"] for row in where(own, zero=1)]
-        for row in own:
-            row["of_zero_1"] = f"{row['samples_per_second_per_gpu'] / mean(plain):.2f}" if plain else ""
-    return found
-
-
-def _step_of_loss(own: list[dict]) -> str:
-    """Format the seconds, those of the loss, and the peak; 'x': out of memory, '-': not measured."""
-    if not own or own[-1]["median_s"] == "":
-        return "x" if own else "-"
-    row = own[-1]
-    deviation = f" +- {row['std_s']:.2f}" if row["repeats"] > 1 else ""
-    return f"{row['median_s']:.2f}{deviation} s, loss {ms(1000 * row['seconds_loss'])} ms, {row['peak_gib']:.1f} GiB"
-
-
 # ---- other trainers, data, tensor parallelism ----
 
 
@@ -635,60 +464,6 @@ def data_rates() -> list[dict]:
             "ratio": rate / theirs[name] if name in theirs else ""} for name, rate in ours.items()]  # fmt: skip
 
 
-TENSOR_PARALLEL: Columns = {
-    "towers": lambda own: {"bigG": "ViT-bigG-14", "5B": "5 B, checkpointing"}.get(own[-1]["model"], own[-1]["model"]),
-    "GPUs": "{gpus}",
-    "T": "{shape}",
-    "ZeRO": "{zero_stage}",
-    "micro-batch": "{batch_size}",
-    "samples/s per GPU": "{rate:.0f}",
-    "of T = 1": "{ratio}",
-    "peak, GiB": "{peak_gib:.1f}",
-    "fifth loss": "{loss:.4f}",
-}
-
-
-def tensor_parallel_table(name: str, columns: str, by: tuple[str, ...], same: tuple[str, ...], **keep) -> Table:
-    """Return a table of the named columns, from the last row of each setting or, without `by`, from the newest commit.
-
-    "of T = 1" compares rates with the median of the rows that agree in `same`. Rows of 96af64e above T = 1 are skipped:
-    that commit communicated in another way.
-    """
-
-    def found() -> list[dict]:
-        read = [
-            row | {
-                "shape": f"{row['tensor_parallel']}" + ", sequence parallel" * (row["sequence_parallel"] == "True"),
-                "rate": row["samples_per_second"] / row["gpus"],
-            }
-            for row in where(rows(name), lever="none", status="ok", **keep)
-            if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")
-        ]  # fmt: skip
-        read = latest(read, "shape", *by) if by else newest(read)
-        for row in read:
-            plain = [one["rate"] for one in where(read, tensor_parallel=1, **{key: row[key] for key in same})]
-            row["ratio"] = f"{row['rate'] / median(plain):.2f}" if plain else ""
-        return read
-
-    def order(row: dict) -> tuple:
-        return row["model"] == "5B", *(row[key] for key in by)
-
-    return Table(found, {name: TENSOR_PARALLEL[name] for name in columns.split(" | ")}, order=order)
-
-
-def tensor_parallel_losses() -> list[dict]:
-    """Return the differences of each run's twenty losses from the float32 run at T = 1 on as many GPUs."""
-    runs = grouped(rows("tensor_parallel_losses.csv"), "gpus", "run")
-    found = []
-    for (count, run), own in sorted(runs.items()):
-        if run != "T=1, float32":
-            both = zip(own, runs[count, "T=1, float32"], strict=True)
-            apart = [abs(row["loss"] - exact["loss"]) for row, exact in both]
-            root = mean(one**2 for one in apart) ** 0.5
-            found.append({"gpus": count, "run": run.replace("=", " = "), "root": root, "greatest": max(apart)})
-    return found
-
-
 # ---- the planner ----
 
 
@@ -699,31 +474,6 @@ def plan_errors() -> list[dict]:
 def _range(own: list[dict]) -> str:
     errors = [row["error"] for row in own]
     return f"{min(errors):+.1%} to {max(errors):+.1%}"
-
-
-def planned_towers() -> list[dict]:
-    """Return the fastest planned setting of each model on eight H200s, with 32k samples and BF16."""
-    from infcl.models.config import load_model_config
-    from infcl.plan.memory import memory_of
-    from infcl.plan.profile import load_gpu
-    from infcl.plan.search import fastest
-    from infcl.plan.setting import Setting, parameters_of
-    from infcl.plan.timing import phases_of, samples_per_second
-
-    found = []
-    for name in ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14"):
-        model = load_model_config(name)
-        setting = Setting(
-            model=model, gpu=load_gpu("h200"), gpus=8, global_batch=32768, micro_batch=128, precision="bf16"
-        )
-        seconds, best = fastest(setting, count=1)[0]
-        loss = sum(phase.exposed for phase in phases_of(best) if phase.name in ("loss", "ring"))
-        found.append({
-            "model": name, "millions": parameters_of(model) / 1e6, "seconds": seconds, "loss_ms": 1000 * loss,
-            "share": loss / seconds, "rate": samples_per_second(best), "peak_gib": memory_of(best)["peak"] / GIB,
-            "words": f"ZeRO-{best.zero}, micro-batch {best.micro_batch}" + ", checkpointing" * best.checkpointing,
-        })  # fmt: skip
-    return found
 
 
 def thousands() -> list[dict]:
@@ -790,15 +540,6 @@ def training_curves() -> Panels:
             for panel, labels in panels.items()}  # fmt: skip
 
 
-def tiling_parts() -> Panels:
-    """Return the parts of a rank's time on four GPUs, from the last row of the largest batch."""
-    row = max(where(rows("tiling_h200.csv"), gpus=4)[::-1], key=lambda row: row["global_batch"])
-    gemms, tiles, waiting, ring = (row[f"{name} ms"] for name in ("products", "tiles", "ring, waiting", "ring, sends"))
-    parts = {"GEMMs": gemms, "exponentials, sums, launches": tiles - gemms, "communication": min(waiting, ring) - tiles}
-    what = f"ms, forward + backward, batch {row['global_batch']:,}, width {row['dim']}, {gpus(row['gpus'])}"
-    return {what: {name: [(width,)] for name, width in parts.items() if width > 0}}
-
-
 def overview() -> Panels:
     """Return README's chart: time and memory of the loss on one GPU, and the trainers' rates.
 
@@ -840,12 +581,6 @@ TABLES: dict[str, Callable[[], str]] = {
         {"": "{name}", "infcl": "{ours:rate}", "open_clip 3.3": "{theirs:rate}", "infcl / open_clip": "{ratio:.1f}x"},
         foot="{cpu}, torch {torch}, load {load}; {images}.",
     ),
-    "demo": Table(
-        "demo.csv",
-        {"preset": "{preset}", "ranks": "{ranks}", "precision": "{precision}"}
-        | {name: f"{{{metric}:.3f}}" for metric, name in METRICS.items()} | {"training": "{train_seconds:.0f} s"},
-        by=("preset", "ranks", "device"), foot="{steps} steps of {global_batch} samples; {origin}",
-    ),
     "false-negatives": Table(
         false_negatives,
         {"batch": "{global_batch:,}", "duplicate share": "{share:.0%}", "`--duplicates`": "{duplicates}", "seeds": len}
@@ -857,13 +592,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "figure-4-planned": Table(
         "paper_steps.csv", {"batch": "{batch_k}k", "paper, s": "{seconds}", "planned, s": _planned_step}, foot=""
     ),
-    "figure-4-steps": Table(
-        "step_losses.csv",
-        {"batch": "{global_batch:,}"} | across(_step_of_loss, {
-            LOSSES[impl]: {"impl": impl} for impl in ("inf_cl", "official", "clip", "official_open_clip")}),
-        by=("global_batch",), order=_by("global_batch"),
-        foot="{model}, {precision}, {blocks}, micro-batches of {micro_batch}; {origin}",
-    ),
     "figure-5": Table(
         batch_studies,
         {"lr at 512": "{rate:g}", "batch": "{global_batch:,}", "steps": "{steps}"} | across(
@@ -871,13 +599,6 @@ TABLES: dict[str, Callable[[], str]] = {
         by=("rate", "global_batch"), order=_by("rate", "global_batch"),
         foot="{samples_seen:,} samples seen of {num_train:,}; {origin}",
     ),
-    "gradients": Table(
-        gradients,
-        {"": "{where}", "ranks": "{ranks}", "batch": "{global_batch:,}", "weights": "{weights}"}
-        | {f"{TRAINED[loss]} - CLIP": f"{{from_{loss}:.1e}}" for loss in ("open_clip", "disco", "inf_cl")}
-        | {"infcl - float64: image / text / scale": _errors_of("inf_cl"), "CLIP - float64": _errors_of("clip")},
-    ),
-    "hard-negatives": hard_negatives,
     "locked-tower": step_table(
         "optimizers.csv", "towers | samples/s per GPU | first pass | second pass | peak", by=("label",),
         keep={"model": "ViT-B-16-BERT-base"},
@@ -921,21 +642,11 @@ TABLES: dict[str, Callable[[], str]] = {
         by=("impl", "dtype", "tile_dtype"), keep={"dim": 768},
         foot="Error of the loss; of the image gradients; of the scale's gradient. {origin}",
     ),
-    "ranks-32": many_ranks,
     "retrieval": Table(
         lambda: rows("retrieval.csv", "retrieval_h200.csv"),
         {"": "{impl}", "pairs": "{pairs:,}", "width": "{dim}", "device": "{device}", "time": "{seconds:.2f} s",
          "memory above the features": "{peak_mib:size}"},
         by=("impl", "pairs", "dim", "device"), foot="",
-    ),
-    "rings": Table(
-        rings,
-        {"nodes x ranks": "{hosts} x {ranks}", "Mbit/s between / within nodes": "{between}",
-         "rows per rank, width": "{rows}, {dim}"}
-        | across("{median_ms:,.0f} ({fastest_ms:,.0f})", {"flat, ms": {"ring": "flat"},
-                                                         "two-level, ms": {"ring": "two-level"}})
-        | {"faster": _times_faster},
-        by=("turn",), foot="",
     ),
     "siglip-disco": Table(
         "loss_h200.csv",
@@ -961,12 +672,6 @@ TABLES: dict[str, Callable[[], str]] = {
         "step_resident.csv", "model | micro-batch x accumulation | cached | samples/s per GPU | first pass | "
         "second pass | MFU | HFU | peak", cached=_cached,
     ),
-    "step-zero-3-hosts": step_table(
-        steps_by_host, "Python loop | micro-batch x accumulation | ZeRO | options | samples/s per GPU | of ZeRO-1 | "
-        "first pass | second pass | peak", order=_by("python_loop_seconds", "micro_batch", "zero"),
-        **{"Python loop": "{python_loop_seconds:.2f} s"},
-    ),
-    "symmetry": symmetry,
     "table-1-loss": Table(
         losses_by_memory, {"loss alone, GiB per GPU": "{who}"} | across(_gib, OF_BATCH_K), by=("who",), foot=""
     ),
@@ -976,39 +681,20 @@ TABLES: dict[str, Callable[[], str]] = {
             lambda own: f"{own[-1]['peak_gib']:.1f}" if own and own[-1]["fits"] else "x" if own else "-", OF_BATCH_K),
         by=("who",),
     ),
-    "table-1-planned": Table(
-        planned_peaks, {"peak of a step, GiB": "{who}"} | across("{peak}", OF_BATCH_K), by=("who",), foot=""
-    ),
     "table-2": Table(
         largest_batches,
         {"model": "{model}", "GPUs": "{gpus} x {cards}", "loss": "{words}", "pixels": "{pixels}", "": "{kind}",
          "largest batch": "{batch}", "does not fit": "{above}", "peak, GiB": "{peak_gib:.1f}"},
         order=lambda row: (row["model"], row["pixels"], row["cards"] != "A800", row["gpus"],
-                           ("paper", "planned", "measured").index(row["kind"])),
+                           row["kind"] == "measured"),
         foot="",
     ),
     "table-3": trained(),
     "table-3-pairs": trained_pairs,
-    "table-3-ranks": trained_on_two_ranks,
     "table-4": Table(
         ablation, {"4 GPUs, batch 65,536, width 768": "{words}",
                    "ms": "{median_ms:ms}", "memory": "{extra_mib:size}", "paper's memory, width 512": "{paper}"},
         by=("words",), foot="",
-    ),
-    "tensor-parallel-losses": Table(
-        tensor_parallel_losses,
-        {"GPUs": "{gpus}", "": "{run}", "root mean square": "{root:.5f}", "greatest": "{greatest:.5f}"}, foot="",
-    ),
-    "tensor-parallel-memory": tensor_parallel_table(
-        "tensor_parallel_h100.csv", "micro-batch | T | samples/s per GPU | peak, GiB | fifth loss", (), (),
-    ),
-    "tensor-parallel-rates": tensor_parallel_table(
-        "tensor_parallel.csv", "GPUs | micro-batch | T | samples/s per GPU | of T = 1 | peak, GiB",
-        ("batch_size", "gpus", "tensor_parallel"), ("batch_size",), model="ViT-L-14", zero_stage=1,
-    ),
-    "tensor-parallel-sizes": tensor_parallel_table(
-        "tensor_parallel.csv", "towers | T | ZeRO | micro-batch | samples/s per GPU | of T = 1 | peak, GiB",
-        ("model", "tensor_parallel", "zero_stage", "batch_size"), ("model", "zero_stage"), model=("bigG", "5B"),
     ),
     "thousands": Table(
         thousands,
@@ -1016,19 +702,6 @@ TABLES: dict[str, Callable[[], str]] = {
         | across("{seconds:.2f} s, {share:.0%}", {
             f"{ring}: step, rate per GPU": {"ring": ring} for ring in ("flat", "two-level")}),
         by=("network", "gpus"), foot="",
-    ),
-    "tiling": Table(
-        "tiling_h200.csv",
-        {"GPUs": "{gpus}", "batch": "{global_batch:,}", "bare GEMMs, ms": "{products ms:.1f}",
-         "tiles, ms": _of_gemms("tiles"), "ring, not overlapped, ms": _of_gemms("ring, waiting"),
-         "ring, overlapped, ms": _of_gemms("ring, sends")},
-        by=("gpus", "global_batch"), foot="",
-    ),
-    "towers": Table(
-        planned_towers,
-        {"model": "{model}", "parameters": "{millions:.0f}M", "fastest setting": "{words}", "samples/s": "{rate:,.0f}",
-         "step": "{seconds:.1f} s", "loss": "{loss_ms:.0f} ms ({share:.2%})", "peak": "{peak_gib:.0f} GiB"},
-        foot="",
     ),
     "word-order": Table(
         word_order,
@@ -1044,7 +717,6 @@ CHARTS = {
     "figure_5.png": Chart(figure_5, (BATCH,), "accuracy", log_y=False),
     "loss_curves.png": Chart(training_curves, ("samples seen",), "loss", plain=True),
     "overview.png": Chart(overview, (BATCH,), "one H200", width=3.5),
-    "tiling_4.png": Chart(tiling_parts, ("",), "one of four H200s"),
 }
 
 if __name__ == "__main__":

@@ -84,24 +84,3 @@ def test_differences_of_losses_are_taken_seed_by_seed(store):
     ])  # fmt: skip
     assert "| infcl - CLIP | +0.020 +- 0.000 |" in results.trained_pairs()
     assert "| standard deviation of CLIP over seeds | 0.100 |" in results.trained_pairs()
-
-
-def test_a_ratio_is_of_rows_of_one_commit(store):
-    common = {"gpus": 1, "dim": 768, "global_batch": 65536, "device": "NVIDIA H200"}
-    times = [("official", "a", 1500.0), ("inf_cl", "a", 40.0), ("inf_cl", "b", 50.0), ("official", "c", 1600.0)]
-    store("loss_h200.csv", [common | {"impl": i, "commit": commit, "median_ms": time} for i, commit, time in times])
-    store("loss_h100.csv", [common | {"impl": "clip", "commit": "a", "median_ms": 1.0}])
-    assert "| 40.0 | 1,500 | 37.50x |" in results.symmetry()
-
-
-def test_losses_of_many_ranks_stand_next_to_one_ranks_and_a_second_run_replaces_the_first(store):
-    common = {"device": "cpu", "torch": "t", "commit": "a"}
-    store("ranks_32.csv", [
-        common | {"hosts": hosts, "ranks": ranks, "step": step, "loss": loss}
-        for hosts, ranks, losses in ((4, 32, (9.0, 9.0)), (1, 1, (8.0, 4.0)), (4, 32, (8.0, 4.002)))
-        for step, loss in enumerate(losses, 1)
-    ])  # fmt: skip
-    header, _, *lines, _, last = results.many_ranks().splitlines()
-    assert header == "| step | 32 ranks on 4 nodes | 1 rank |"
-    assert lines == ["| 1 | 8.0000000 | 8.0000000 |", "| 2 | 4.0020000 | 4.0000000 |"]
-    assert last == "The greatest relative difference is 5.0e-04. cpu, torch t."
