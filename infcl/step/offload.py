@@ -64,14 +64,14 @@ class PixelCache:
         replayed = max(0, num_micro_batches - max(1, resident)) if replays_pixels else 0
         self.again = range(min(kept, replayed), replayed)
         self.kept = _buffer((self.again.start, *images), device if on_gpu else None)
-        self.copies = _Upload(device, images, 1 + UPLOAD_LEAD)
+        self.copies = _Upload(device, images)
 
     def begin(self, items: Iterator[MicroBatch]) -> None:
         """Discard the previous step and wait for the first micro-batch of this one."""
         self.copies.finish()
         self.items = items
         self.tokens: list[dict[str, torch.Tensor]] = []
-        self.places = [0, 0]  # token positions of this step's texts: computed, total
+        self.positions = [0, 0]  # token positions of this step's texts: computed, total
         self.ids: list[torch.Tensor] = []
         self.same_ids: list[torch.Tensor] = []
         self.checksums: dict[int, torch.Tensor] = {}
@@ -110,7 +110,7 @@ class PixelCache:
     @property
     def text_share(self) -> float:
         """Share of the texts' token positions that the text tower computes in a step."""
-        return self.places[0] / self.places[1]
+        return self.positions[0] / self.positions[1]
 
     def check(self) -> None:
         """Raise RuntimeError if the second reading had different pixels. Waits for the device if there was one."""
@@ -142,8 +142,8 @@ class PixelCache:
         if self.parts > 1:  # self.texts waited for the ranks that read the other parts
             seconds = time.perf_counter() - started
             self.waited, self.waited_for_parts = self.waited + seconds, self.waited_for_parts + seconds
-        self.places[0] += texts["texts"].numel()
-        self.places[1] += self.parts * part.numel()
+        self.positions[0] += texts["texts"].numel()
+        self.positions[1] += self.parts * part.numel()
         self.tokens.append({name: value.to(self.device, non_blocking=True) for name, value in texts.items()})
 
     def _read_again(self, index: int) -> torch.Tensor:
@@ -173,20 +173,21 @@ class PixelCache:
 class _Upload:
     """Upload of host pixels, ahead of the computation. On a CPU, and for pixels on the device, it returns its input."""
 
-    def __init__(self, device: torch.device, images: tuple[int, int, int, int], slots: int):
+    def __init__(self, device: torch.device, images: tuple[int, int, int, int]):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream is not None:
-            self.slots = [torch.empty(images, dtype=torch.uint8, device=device) for _ in range(slots)]
-            self.enqueued = [torch.cuda.Event() for _ in range(UPLOAD_LEAD + 1)]  # work enqueued before a call
+            self.slots = [torch.empty(images, dtype=torch.uint8, device=device) for _ in range(1 + UPLOAD_LEAD)]
+            self.enqueued = [torch.cuda.Event() for _ in self.slots]  # work enqueued before a call
             self.done, self.calls = torch.cuda.Event(), 0
 
     def __call__(self, host: torch.Tensor) -> torch.Tensor:
         if self.stream is None or host.is_cuda:
             return host
-        compute, slot = torch.cuda.current_stream(), self.slots[self.calls % len(self.slots)]
-        self.enqueued[self.calls % (UPLOAD_LEAD + 1)].record(compute)
+        index, oldest = self.calls % len(self.slots), (self.calls + 1) % len(self.slots)
+        compute, slot = torch.cuda.current_stream(), self.slots[index]
+        self.enqueued[index].record(compute)
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(self.enqueued[(self.calls + 1) % (UPLOAD_LEAD + 1)])  # UPLOAD_LEAD calls ago
+            self.stream.wait_event(self.enqueued[oldest])  # UPLOAD_LEAD calls ago
             slot.copy_(host, non_blocking=True)
             self.done.record(self.stream)
         compute.wait_event(self.done)
@@ -208,8 +209,8 @@ def checksum(images: torch.Tensor) -> torch.Tensor:
     """
     data = images.reshape(-1)
     words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
-    places = torch.arange(len(words), device=words.device) * _MULTIPLIER | 1
-    return (words * places).sum()
+    factors = torch.arange(len(words), device=words.device) * _MULTIPLIER | 1
+    return (words * factors).sum()
 
 
 def _buffer(shape: tuple[int, ...], device: torch.device | None) -> torch.Tensor:

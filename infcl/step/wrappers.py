@@ -47,13 +47,13 @@ def accumulating(module: Any) -> Iterator[None]:
 
 def backward_of(module: Any) -> Callable[[Tensor], object]:
     """Return the function that runs a surrogate's backward, without scaling by accumulation steps."""
-    return partial(_backward_of_engine, module) if is_deepspeed(module) else Tensor.backward
 
+    def of_engine(surrogate: Tensor) -> None:
+        if hasattr(module.optimizer, "clear_backward_seen_flag"):
+            module.optimizer.clear_backward_seen_flag()  # else a backward without a forward starts a new step
+        module.backward(surrogate, scale_wrt_gas=False)
 
-def _backward_of_engine(engine: Any, surrogate: Tensor) -> None:
-    if hasattr(engine.optimizer, "clear_backward_seen_flag"):
-        engine.optimizer.clear_backward_seen_flag()  # else a backward without a forward starts a new step
-    engine.backward(surrogate, scale_wrt_gas=False)
+    return of_engine if is_deepspeed(module) else Tensor.backward
 
 
 def average_unwrapped(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -78,13 +78,10 @@ def average_unwrapped(module: nn.Module, group: dist.ProcessGroup | None) -> Non
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-        gradients = [parameter.grad for parameter in parameters if parameter.dtype == dtype]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
-        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-            gradient.copy_(mean.view_as(gradient))
+    works = [dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in parameters]
+    for work, parameter in zip(works, parameters):
+        work.wait()
+        parameter.grad /= dist.get_world_size(group)
 
 
 def _unwrapped(module: nn.Module) -> Iterator[str]:
