@@ -220,7 +220,7 @@ def _check_ids(device, rows, dim, dtype, workspace_bytes, kind="random"):
             losses = [
                 inf_cl_loss(*leaves, text_ids=own[1], **options),
                 inf_cl_loss(*leaves, image_ids=own[0], text_ids=own[1], **options),
-                siglip_loss(*leaves, -5.0, image_ids=own[0], text_ids=own[1], **options) / rows,
+                siglip_loss(*leaves, -5.0, image_ids=own[0], text_ids=own[1], **options),
                 info_nce_loss(*leaves[:2], documents.to(where), leaves[2], document_ids=own[0], **options),
             ]
             results.append([(loss.detach(), *torch.autograd.grad(loss, leaves)) for loss in losses])
