@@ -8,29 +8,23 @@ The stages are measured alone (read, decode, augment, tokenise) and together (ba
 micro-batch, with the loader's own code). open_clip's worker path runs on the same shards in the same rounds:
 webdataset's tar reader and Pillow decoder, open_clip's `image_transform(is_train=True)` and tokenizer, and stacking.
 The result is the best of --rounds in CPU seconds of one thread, so that other load on the machine has little effect.
-
-GPUs fed: a GPU trains `--gpu-tflops` / (FLOPs per sample) samples per second. A sample costs 3 forwards (4 with a
-gradient cache).
 """
 
 import argparse
 import io
-import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import clock
-from benchmarks.rows import append
+from benchmarks.clock import hardware
+from benchmarks.rows import append, parser_of_rows
 from infcl.data.images import ImageLimits, decode_image
 from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.indexed import IndexedDataset
@@ -42,39 +36,28 @@ from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.data.transforms import TrainTransform
 from infcl.data.workers import NoBatch, WorkerBoard
-from infcl.models.config import load_model_config
-from infcl.models.flops import forward_flops
 
 WORDS = "a photo of the red old small house near river with two people walking under bright evening sky".split()
-MODELS = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14")
 JITTER = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.2}
 
 
 def main() -> None:
-    arguments = _parse()
+    parser = parser_of_rows(__doc__)
+    parser.add_argument("--size", type=int, default=512, help="pixels of a side of the stored images")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels of a side that the model receives")
+    parser.add_argument("--images", type=int, default=192, help="number of images")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rates = measure(Path(folder), arguments)
-    result: dict[str, Any] = {**hardware(), "images": f"{arguments.size} px crops of matplotlib's photograph", **rates}
-    result["gpus_fed"] = gpus_fed(rates["ours/batch"], arguments)
-    _print(result, arguments)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    append(arguments.csv, _rows(result))
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=512, help="pixels of a side of the stored images")
-    parser.add_argument("--image-size", type=int, default=224, help="what the model sees")
-    parser.add_argument("--images", type=int, default=192, help="how many")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gpu-tflops", type=float, default=400, help="assumed rate of a GPU in training, in TFLOP/s")
-    parser.add_argument("--cores", type=int, default=12, help="CPU cores for each GPU of the host")
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--csv", type=Path, help="append one line a stage here")
-    return parser.parse_args()
+    where = hardware(arguments.commit)
+    what = {"images": f"{arguments.size} px crops of matplotlib's photograph", "cpu": _cpu()}
+    what |= {"load": round(os.getloadavg()[0], 1), "torch": where["torch"], "commit": where["commit"]}
+    print(", ".join(f"{name} {value}" for name, value in what.items()))
+    for name, rate in rates.items():
+        print(f"{name:<36} {rate:>10.0f} samples/s/core")
+    append(arguments.csv, [{"stage": name, "samples_per_second_per_core": rate} | what for name, rate in rates.items()])
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
@@ -130,12 +113,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
             started = time.thread_time()
             count = stage()
             best[name] = max(best[name], count / (time.thread_time() - started))
-    rates = {name: round(rate, 1) for name, rate in best.items()}
-    if "open_clip/batch" in rates:
-        rates["ratio"] = round(rates["ours/batch"] / rates["open_clip/batch"], 2)
-        crops = "batch, scale (0.08, 1)"
-        rates["ratio, scale (0.08, 1)"] = round(rates[f"ours/{crops}"] / rates[f"open_clip/{crops}"], 2)
-    return rates
+    return {name: round(rate, 1) for name, rate in best.items()}
 
 
 def write_images(folder: Path, count: int, size: int) -> list[str]:
@@ -207,60 +185,10 @@ def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size
     }
 
 
-def gpus_fed(rate: float, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return {model: samples per second of a GPU, and the number of such GPUs that --cores cores feed}."""
-    result = {}
-    for name in MODELS:
-        flops = sum(forward_flops(load_model_config(name)).values())
-        once, cached = (arguments.gpu_tflops * 1e12 / (forwards * flops) for forwards in (3, 4))
-        result[name] = {
-            "gpu_samples_per_second": round(once),
-            "gpus_fed": round(rate * arguments.cores / once, 1),
-            "gpus_fed_with_gradient_cache": round(rate * arguments.cores / cached, 1),
-        }
-    return result
-
-
-def hardware() -> dict[str, str | int | float | None]:
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), cpu)
-    return {
-        "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-    } | clock.hardware(None)
-
-
-def _print(result: dict, arguments: argparse.Namespace) -> None:
-    print(f"{result['cpu']}, torch {result['torch']}, commit {result['commit']}, load {result['load']}")
-    print(result["images"])
-    for name, value in result.items():
-        if "/" in name and isinstance(value, float):
-            print(f"{name:<36} {value:>10.0f} samples/s/core")
-    if "ratio" in result:
-        print(
-            f"a batch, ours to open_clip's: {result['ratio']}x; at scale (0.08, 1): {result['ratio, scale (0.08, 1)']}x"
-        )
-    print(f"\n{arguments.cores} cores feed, of GPUs at {arguments.gpu_tflops:g} TFLOP/s:")
-    for name, row in result["gpus_fed"].items():
-        print(
-            f"{name:<12} {row['gpus_fed']:>6} GPUs of {row['gpu_samples_per_second']} samples/s, "
-            f"{row['gpus_fed_with_gradient_cache']} with a gradient cache"
-        )
-
-
-def _rows(result: dict) -> list[dict]:
-    """Return one row per stage and implementation."""
-    what = {key: result[key] for key in ("images", "cpu", "load", "torch", "commit")}
-    return [
-        {"stage": name, "samples_per_second_per_core": value} | what
-        for name, value in result.items()
-        if "/" in name and isinstance(value, float)
-    ]
+def _cpu() -> str:
+    """Return the name of the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":
