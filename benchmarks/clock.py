@@ -17,12 +17,12 @@ def require_gpus(program: str, count: int = 1) -> None:
     """Exit with a usage error if fewer than `count` GPUs are visible."""
     visible = torch.cuda.device_count()
     if visible == 0 < count:
-        refuse(program, f"it measures on GPUs, and none is visible{why_no_gpu()}")
+        usage_error(program, f"it measures on GPUs, and none is visible{why_no_gpu()}")
     if visible < count:
-        refuse(program, f"--gpus {count}: {visible} visible here, and each process takes one")
+        usage_error(program, f"--gpus {count}: {visible} visible here, and each process takes one")
 
 
-def refuse(program: str, why: str) -> NoReturn:
+def usage_error(program: str, why: str) -> NoReturn:
     """Report a usage error in one line, with exit code 2."""
     print(f"{program}: error: {why}", file=sys.stderr)
     sys.exit(2)
@@ -54,24 +54,6 @@ def timed(
         if repeat >= warm_up:
             times.append(milliseconds.item())
     return times
-
-
-def affordable(seconds: float, milliseconds: float, warm_up: int, repeats: int) -> tuple[int, int, int] | None:
-    """Return (steps to compile, to warm up, to time) that fit into `seconds`; None if not even one fits.
-
-    Three steps compile (the third call of a loss records a graph); none if `warm_up` is 0. If not all steps fit,
-    compile steps are dropped first, then repeats, then warm-up steps.
-
-    Args:
-        seconds: time limit.
-        milliseconds: estimated time per step.
-    """
-    compiling = 3 if warm_up else 0
-    if (compiling + warm_up + repeats) * milliseconds <= 1000 * seconds:
-        return compiling, warm_up, repeats
-    steps = int(1000 * seconds / milliseconds)
-    warm_up = max(0, min(warm_up, steps - 1))
-    return (0, warm_up, min(repeats, steps - warm_up)) if steps else None
 
 
 def library_tflops() -> float:

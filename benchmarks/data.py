@@ -52,7 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rates = measure(Path(folder), arguments)
     where = hardware(arguments.commit)
-    what = {"images": f"{arguments.size} px crops of matplotlib's photograph", "cpu": _cpu()}
+    what: dict[str, str | float] = {"images": f"{arguments.size} px crops of matplotlib's photograph", "cpu": _cpu()}
     what |= {"load": round(os.getloadavg()[0], 1), "torch": where["torch"], "commit": where["commit"]}
     print(", ".join(f"{name} {value}" for name, value in what.items()))
     for name, rate in rates.items():
