@@ -28,8 +28,8 @@ from pathlib import Path
 
 from benchmarks.clock import hardware
 from benchmarks.pairs import word_order, write_captioned, write_scenes
+from benchmarks.processes import Machine, Training, exit_on_sigterm, train_all
 from benchmarks.rows import append, read
-from benchmarks.trainings import Machine, Training, train_all
 from infcl.data.demo import prepare_demo
 from infcl.report import read_metrics
 
@@ -53,6 +53,7 @@ RESULTS = {
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    exit_on_sigterm("benchmarks.accuracy")
     machine = Machine(jobs=options.jobs, device=options.device, ranks=options.ranks, gpus=options.gpus)
     data = prepare_demo(options.work / f"demo_{options.num_train}", num_train=options.num_train)
     make_trainings, name = STUDIES[options.study]

@@ -1,7 +1,7 @@
 """Find the largest global batch that fits (the paper's Table 2): `python -m benchmarks.largest_batch --gpus 4 ...`
 
 A trial is a step of the trainer on synthetic images, in real processes. The allocator limits each process to
---memory-gb of GPU memory. Steps are abridged (benchmarks/abridged.py): the towers encode only a few micro-batches;
+--memory-gb of GPU memory. Steps are abridged: the towers encode only a few micro-batches;
 everything else is complete. One engine runs all batches, one after another (benchmarks/trials.py).
 
 The search begins at the planner's estimate and moves up or down in growing strides. It ends when the largest batch that

@@ -15,7 +15,7 @@ from benchmarks.accuracy import (
     thin_curve,
     word_order_trainings,
 )
-from benchmarks.trainings import Machine, Training, train_all
+from benchmarks.processes import Machine, Training, train_all
 from infcl.config import make_parser
 
 

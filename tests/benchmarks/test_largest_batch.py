@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.abridged import AbridgedTrainer
 from benchmarks.clock import hardware
 from benchmarks.largest_batch import Trial, _parser, main, search
 from benchmarks.rows import append, read
 from benchmarks.step import config_of
-from benchmarks.trials import COLUMNS, KEY, Trials, flags_of, warmed_up
+from benchmarks.trials import COLUMNS, KEY, AbridgedTrainer, Trials, flags_of, warmed_up
 from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.loss import contrastive
 from infcl.parallel import init_parallel
