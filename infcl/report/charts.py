@@ -26,7 +26,7 @@ class Series:
 class Chart:
     """Definition of a chart; `_filled` adds its series."""
 
-    name: str  # file name of its PNG
+    name: str
     title: str
     y: str  # label of the y-axis
     quantities: dict[str, str] = field(default_factory=dict)  # {key in the records: label}
@@ -46,94 +46,36 @@ _SHARE: dict[str, Any] = {"percent": True, "from_zero": True}
 _LEARNING = (
     Chart("loss", "Loss of the global batch", "loss", {"loss": "train"}, noisy=True),
     Chart("loss_time", "Loss against training time", "loss", {"loss": "train"}, noisy=True),
-    Chart(
-        "directions",
-        "Loss by direction",
-        "loss",
-        {"micro_loss_image_to_text": "image→text", "micro_loss_text_to_image": "text→image"},
-        note="among {} samples of one micro-batch, mean over ranks",
-        noisy=True,
-    ),
-    Chart(
-        "accuracy",
-        "Accuracy in the micro-batch",
-        "share of the samples",
-        {"micro_accuracy": "accuracy"},
-        note="how often the partner scores highest among {}",
-        noisy=True,
-        **_SHARE,
-    ),
+    Chart("directions", "Loss by direction", "loss",
+          {"micro_loss_image_to_text": "image→text", "micro_loss_text_to_image": "text→image"},
+          note="among {} samples of one micro-batch, mean over ranks", noisy=True),
+    Chart("accuracy", "Accuracy in the micro-batch", "share of the samples", {"micro_accuracy": "accuracy"},
+          note="how often the partner scores highest among {}", noisy=True, **_SHARE),
     Chart("logit_scale", "Logit scale", "factor", {"logit_scale": "scale"}),
-    Chart(
-        "grad_norm",
-        "Gradient norm",
-        "norm",
-        {"grad_norm": "all", "grad_norm_image": "image tower", "grad_norm_text": "text tower"},
-        note="before clipping",
-        noisy=True,
-        log=True,
-    ),
+    Chart("grad_norm", "Gradient norm", "norm",
+          {"grad_norm": "all", "grad_norm_image": "image tower", "grad_norm_text": "text tower"},
+          note="before clipping", noisy=True, log=True),
     Chart("lr", "Learning rate", "learning rate", {"lr": "lr"}, from_zero=True),
-)
+)  # fmt: skip
 _SPEED = (
-    Chart(
-        "throughput",
-        "Samples per second",
-        "samples/s",
-        {"samples_per_second": "samples/s"},
-        noisy=True,
-        from_zero=True,
-    ),
+    Chart("throughput", "Samples per second", "samples/s", {"samples_per_second": "samples/s"},
+          noisy=True, from_zero=True),
     Chart("mfu", "Model FLOPs utilisation", "share of the peak", {"mfu": "MFU"}, noisy=True, **_SHARE),
-    Chart(
-        "data_wait",
-        "Time spent waiting for data",
-        "share of the step",
-        {"data_wait": "share of the step"},
-        noisy=True,
-        **_SHARE,
-    ),
-    Chart(
-        "memory",
-        "Peak memory of rank 0",
-        "MiB",
-        {"peak_memory_mb": "MiB"},
-        note="of the device on a GPU, resident on a CPU",
-        from_zero=True,
-    ),
+    Chart("data_wait", "Time spent waiting for data", "share of the step", {"data_wait": "share of the step"},
+          noisy=True, **_SHARE),
+    Chart("memory", "Peak memory of rank 0", "MiB", {"peak_memory_mb": "MiB"},
+          note="of the device on a GPU, resident on a CPU", from_zero=True),
     Chart("skipped", "Skipped steps", "steps", {"skipped_steps": "steps"}, from_zero=True, only_if_any=True),
-    Chart(
-        "skipped_samples",
-        "Skipped samples",
-        "samples",
-        {"skipped_samples": "samples"},
-        note="bad ones, replaced by others; since the last start",
-        from_zero=True,
-        only_if_any=True,
-    ),
-)
-_RETRIEVAL: dict[str, Any] = {"kind": "retrieval", "points": True, **_SHARE}
+    Chart("skipped_samples", "Skipped samples", "samples", {"skipped_samples": "samples"},
+          note="bad ones, replaced by others; since the last start", from_zero=True, only_if_any=True),
+)  # fmt: skip
 _EVALUATIONS = (
-    *(
-        Chart(
-            f"recall_{k}",
-            f"Recall@{k}",
-            "share of the queries",
+    *(Chart(f"recall_{k}", f"Recall@{k}", "share of the queries",
             {f"image_to_text_r{k}": "image→text", f"text_to_image_r{k}": "text→image"},
-            **_RETRIEVAL,
-        )
-        for k in (1, 5)
-    ),
-    Chart(
-        "zero_shot",
-        "Zero-shot accuracy",
-        "share of the images",
-        {"top1": "top-1", "top5": "top-5"},
-        kind="zero_shot",
-        points=True,
-        **_SHARE,
-    ),
-)
+            kind="retrieval", points=True, **_SHARE) for k in (1, 5)),
+    Chart("zero_shot", "Zero-shot accuracy", "share of the images", {"top1": "top-1", "top5": "top-5"},
+          kind="zero_shot", points=True, **_SHARE),
+)  # fmt: skip
 _VALIDATION = Chart("val", "", "loss", {"val_loss": "validation"}, kind="retrieval", points=True)
 
 

@@ -1,4 +1,4 @@
-"""Draw a chart with matplotlib, as SVG text for the page (coloured by its style sheet) or as a PNG."""
+"""Draw a chart with matplotlib, as SVG text for the page (coloured by its style sheet), and the loss curve as a PNG."""
 
 import io
 import json
@@ -50,23 +50,14 @@ def draw_svg(chart: Chart) -> str:
     return f'{svg}<script type="application/json">{points}</script>'
 
 
-def draw_png(chart: Chart, picture: Path, *, dpi: int = 110) -> None:
-    """Draw the chart into an image file, for slides and issues."""
-    with _matplotlib().rc_context(_RULES):
-        figure = _figure(chart, (7, 4))
-        axis = figure.axes[0]
-        axis.set_title(chart.title, pad=22 if chart.note else 8)
-        axis.text(0.5, 1.02, chart.note, transform=axis.transAxes, ha="center", fontsize="small", color="0.4")
-        lines = [line for one in figure.axes for line in one.lines if not line.get_label().startswith("_")]
-        if len(lines) > 1:
-            axis.legend(handles=lines, frameon=False, loc="upper center" if len(figure.axes) > 1 else "best")
-        figure.tight_layout()
-        figure.savefig(picture, dpi=dpi)
-
-
 def draw_loss_curve(metrics: Path, picture: Path) -> None:
     """Draw the loss (raw and smoothed) and the logit scale of metrics.jsonl over samples_seen, as a PNG."""
-    draw_png(loss_curve(read_metrics(metrics, "train")), picture, dpi=120)
+    with _matplotlib().rc_context(_RULES):
+        figure = _figure(loss_curve(read_metrics(metrics, "train")), (7, 4))
+        lines = [line for axis in figure.axes for line in axis.lines if not line.get_label().startswith("_")]
+        figure.axes[0].legend(handles=lines, frameon=False, loc="upper center")
+        figure.tight_layout()
+        figure.savefig(picture, dpi=120)
 
 
 def legend(series: Series) -> str:

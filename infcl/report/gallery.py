@@ -87,32 +87,27 @@ def _gallery(run: Run, data: str) -> Gallery | str:
             image_rows.append(output["image_features"])
             text_rows.append(output["text_features"])
     scores = torch.cat(text_rows) @ torch.cat(image_rows).T  # [texts, images]
-    pictures = _Pictures(pixels)
     step = len(images) / min(QUERIES, len(images))
     queries = [int((k + 0.5) * step) for k in range(min(QUERIES, len(images)))]
     return Gallery(
-        [_result(scores[q], q, captions, pictures, query_is_text=True) for q in queries],
-        [_result(scores[:, q], q, captions, pictures, query_is_text=False) for q in queries],
+        [_result(scores[q], q, captions, pixels, query_is_text=True) for q in queries],
+        [_result(scores[:, q], q, captions, pixels, query_is_text=False) for q in queries],
         len(images),
     )
 
 
 def _result(
-    scores: torch.Tensor, query: int, captions: list[str], pictures: "_Pictures", *, query_is_text: bool
+    scores: torch.Tensor, query: int, captions: list[str], pixels: torch.Tensor, *, query_is_text: bool
 ) -> Result:
     """Return the best candidates of a query by its scores [N]. A candidate with the same caption counts as right."""
+
+    def item(index: int, score: float, *, as_text: bool) -> Item:
+        right = captions[index] == captions[query]
+        return Item(None if as_text else _thumbnail(pixels[index]), captions[index] if as_text else None, score, right)
+
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
-    found = [
-        Item(
-            pictures[i] if query_is_text else None,
-            None if query_is_text else captions[i],
-            float(scores[i]),
-            right=captions[i] == captions[query],
-        )
-        for i in best
-    ]
-    item = Item(None, captions[query], 1.0) if query_is_text else Item(pictures[query], None, 1.0)
-    return Result(item, found, rank=1 + int((scores > scores[query]).sum()))
+    found = [item(index, float(scores[index]), as_text=not query_is_text) for index in best]
+    return Result(item(query, 1.0, as_text=query_is_text), found, rank=1 + int((scores > scores[query]).sum()))
 
 
 def _caption(sample) -> str:
@@ -122,19 +117,13 @@ def _caption(sample) -> str:
     return next(iter(sample.caption.strip().splitlines()), "")
 
 
-class _Pictures:
-    """Thumbnails of images uint8 [N, 3, S, S] as data: URIs, encoded on access."""
+def _thumbnail(pixels: torch.Tensor) -> str:
+    """Return an image uint8 [3, S, S] as a data: URI."""
+    from PIL import Image
 
-    def __init__(self, pixels: torch.Tensor):
-        self.pixels = pixels
-
-    def __getitem__(self, index: int) -> str:
-        from PIL import Image
-
-        image = Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
-        if image.width > _THUMBNAIL:
-            image = image.resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.LANCZOS)
-        kind = "PNG" if image.width <= 64 else "JPEG"
-        buffer = io.BytesIO()
-        image.save(buffer, kind, quality=85)
-        return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL), Image.Resampling.LANCZOS)
+    kind = "PNG" if image.width <= 64 else "JPEG"
+    buffer = io.BytesIO()
+    image.save(buffer, kind, quality=85)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

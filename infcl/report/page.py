@@ -13,8 +13,8 @@ from statistics import median
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from infcl.config import TrainConfig, counted
-from infcl.report.charts import Chart, evaluation_charts, train_charts
-from infcl.report.drawing import draw_png, draw_svg, legend
+from infcl.report.charts import evaluation_charts, train_charts
+from infcl.report.drawing import draw_svg, legend
 from infcl.report.gallery import retrieval_gallery
 from infcl.report.records import Run
 from infcl.report.summary import skipped_by_cause
@@ -28,19 +28,16 @@ Rows = list[tuple[str, list[str]]]  # (label, one value per run)
 
 
 def write_report(runs: list[Run], out: Path) -> Path:
-    """Write `out`/index.html (compare_B.html for runs A, B) and one PNG per chart. Return the page's path."""
+    """Write `out`/index.html (compare_B.html for runs A, B). Return the page's path."""
     out.mkdir(parents=True, exist_ok=True)
-    groups = train_charts(runs)
-    evaluations = evaluation_charts(runs)
     stem = "index" if len(runs) == 1 else "compare_" + "_".join(run.name for run in runs[1:])
-    for chart in [*(chart for charts in groups.values() for chart in charts), *evaluations]:
-        draw_png(chart, out / (f"{chart.name}.png" if len(runs) == 1 else f"{stem}_{chart.name}.png"))
     page = out / f"{stem}.html"
-    page.write_text(render_page(runs, groups, evaluations), encoding="utf-8")
+    page.write_text(render_page(runs), encoding="utf-8")
     return page
 
 
-def render_page(runs: list[Run], groups: dict[str, list[Chart]], evaluations: list[Chart]) -> str:
+def render_page(runs: list[Run]) -> str:
+    """Return the page as HTML text."""
     templates = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
     templates.globals.update(legend=legend, draw_svg=draw_svg, causes=_causes, settings=_settings)
     headlines = [headline(run) for run in runs]
@@ -58,9 +55,9 @@ def render_page(runs: list[Run], groups: dict[str, list[Chart]], evaluations: li
         comparison=_comparison(headlines),
         differences=[f"{run.name} − {first.name}" for run in runs[1:]],
         flags=_differing_flags(runs),
-        groups=groups,
+        groups=train_charts(runs),
         phases=_phases(runs),
-        evaluations=evaluations,
+        evaluations=evaluation_charts(runs),
         evaluation=_last_evaluations(runs),
         galleries=[(run, retrieval_gallery(run)) for run in runs],
         environment=_environment(runs),
@@ -121,9 +118,13 @@ def _hardware(environment: dict) -> str:
 
 def _comparison(headlines: list[dict[str, str]]) -> Rows:
     """Return rows of one value per run, then the difference of each later run from the first."""
-    names = list(dict.fromkeys(name for column in headlines for name in column))
-    rows = [(name, [column.get(name, "–") for column in headlines]) for name in names]
-    return [(name, values + [_difference(values[0], value) for value in values[1:]]) for name, values in rows]
+    return [(name, values + [_difference(values[0], one) for one in values[1:]]) for name, values in _rows(headlines)]
+
+
+def _rows(columns: list[dict[str, str]]) -> Rows:
+    """Return one row per name, with a dash for a run that does not have it."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [column.get(name, "–") for column in columns]) for name in names]
 
 
 def _difference(first: str, other: str) -> str:
@@ -142,9 +143,9 @@ def _difference(first: str, other: str) -> str:
 
 
 def _differing_flags(runs: list[Run]) -> Rows:
-    names = dict.fromkeys(name for run in runs for name in run.config if name not in ("name", "logs", "resume"))
-    rows = [(_option(name), [_value(run.config.get(name)) for run in runs]) for name in names if name != "overwrite"]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
+    other = ("name", "logs", "resume", "overwrite")
+    flags = [{_option(name): _value(run.config[name]) for name in run.config if name not in other} for run in runs]
+    return [(name, values) for name, values in _rows(flags) if len(set(values)) > 1]
 
 
 def _phases(runs: list[Run]) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
@@ -159,11 +160,10 @@ def _phases(runs: list[Run]) -> list[tuple[str, str, list[tuple[str, float, floa
 
 def _last_evaluations(runs: list[Run]) -> Rows:
     """Return the last evaluation of each kind, one row per direction or task."""
-    last = [
+    return _rows([
         {line: text for kind, records in run.evaluations.items() for line, text in _results(kind, records[-1]).items()}
         for run in runs
-    ]
-    return [(name, [column.get(name, "–") for column in last]) for name in dict.fromkeys(n for c in last for n in c)]
+    ])  # fmt: skip
 
 
 def _results(kind: str, record: dict) -> dict[str, str]:
@@ -196,12 +196,11 @@ def _settings(run: Run) -> list[tuple[str, str, bool]]:
 
 
 def _environment(runs: list[Run]) -> Rows:
-    known = []
-    for run in runs:
-        facts = {name: value for name, value in run.environment.items() if name not in ("packages", "command")}
-        known.append(facts | (run.environment.get("packages") or {}))
-    names = dict.fromkeys(name for facts in known for name in facts)
-    return [(name.replace("_", " "), [_value(facts.get(name)) for facts in known]) for name in names]
+    columns = [run.environment | (run.environment.get("packages") or {}) for run in runs]
+    return _rows([
+        {name.replace("_", " "): _value(value) for name, value in column.items() if name not in ("packages", "command")}
+        for column in columns
+    ])  # fmt: skip
 
 
 def _median(run: Run, key: str) -> float:

@@ -37,12 +37,12 @@ def read_run(root: str | Path) -> Run:
     metrics = root / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{root}: not a run folder (no metrics.jsonl)")
-    kinds = {record["kind"] for record in read_records(metrics)}
+    records = _by_kind(metrics)
     run = Run(
         root=root,
         name=root.resolve().name,
-        train=read_metrics(metrics, "train"),
-        evaluations={kind: read_metrics(metrics, kind) for kind in sorted(kinds - {"train"})},
+        train=records.pop("train", []),
+        evaluations=dict(sorted(records.items())),
         config=_json(root / "config.json") or {},
         environment=_json(root / "environment.json") or {},
         summary=_json(root / "summary.json"),
@@ -54,14 +54,19 @@ def read_run(root: str | Path) -> Run:
 
 def read_metrics(path: Path, kind: str) -> list[dict]:
     """Return the records of one kind, ordered by step, without the steps that a resumed run repeated."""
-    kept: list[dict] = []
+    return _by_kind(path).get(kind, [])
+
+
+def _by_kind(path: Path) -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {}
     for record in read_records(path):
-        if record["kind"] in ("train", kind):
-            while kept and kept[-1]["step"] >= record["step"]:
-                kept.pop()
-        if record["kind"] == kind:
-            kept.append(record)
-    return kept
+        found.setdefault(record["kind"], [])
+        for kind, kept in found.items():
+            if record["kind"] in ("train", kind):
+                while kept and kept[-1]["step"] >= record["step"]:
+                    kept.pop()
+        found[record["kind"]].append(record)
+    return {kind: kept for kind, kept in found.items() if kept}
 
 
 def read_records(path: Path) -> list[dict]:
