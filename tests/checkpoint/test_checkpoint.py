@@ -26,7 +26,7 @@ from tests.lib.engine_steps import settings
 from tests.lib.manifests import trainer_state_of
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch
-from tests.lib.training import demo_config, fit, refusal, run_losses
+from tests.lib.training import demo_config, fit, new_trainer, refusal, run_losses
 
 GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
 
@@ -138,14 +138,9 @@ def finished(demo_folder, tmp_path_factory):
 
 
 def told_to_end_while_the_last_is_written(rank, world_size, config) -> str:
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
     from infcl.train.signals import Stopped
-    from infcl.train.trainer import Trainer
 
-    parallel = init_parallel("cpu")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     finish = trainer.saves.finish
 
     def finish_late():
@@ -167,13 +162,7 @@ def test_a_signal_behind_the_last_step_leaves_evaluation_and_export_to_the_next_
 
 
 def finished_on_a_full_disk(rank, world_size, config):
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
-
-    parallel = init_parallel("cpu")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     trainer.signals.noted += [signal.SIGUSR1] * (rank == 1)
     trainer.saves.after_step = lambda *_, **__: None  # the signal comes behind it
     full = OSError(errno.ENOSPC, "No space left on device")

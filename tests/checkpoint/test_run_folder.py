@@ -15,7 +15,7 @@ from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig
 from infcl.report.records import read_run
 from tests.lib.ranks import refused, run_ranks
-from tests.lib.training import demo_config, fit, refusal, run_losses, said
+from tests.lib.training import demo_config, fit, new_trainer, refusal, run_losses, said
 
 
 def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
@@ -123,13 +123,9 @@ def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
 
 def robbed(rank, world_size, config):
     """Messages of the ranks of a run whose folder a process of another host takes during step 2."""
-    from infcl.checkpoint.run_folder import FolderTaken, claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
+    from infcl.checkpoint.run_folder import FolderTaken
 
-    parallel = init_parallel("cpu")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     train_step = trainer.train_step
 
     def step(micro_batches):

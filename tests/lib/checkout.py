@@ -1,8 +1,5 @@
-"""Files and commits of the project, in a clone, in another user's clone, or in an unpacked archive."""
+"""Files of the project that git tracks, in one's own clone or in another user's."""
 
-import functools
-import os
-import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,13 +11,12 @@ GOLDEN_MODEL = str(ROOT / "tests" / "golden" / "demo_model.json")  # of the gold
 def tracked(*patterns: str) -> list[Path]:
     """Return the files of the working tree that git tracks, and new files in tracked folders.
 
-    In an archive without git these are all files except those in .gitignore. `patterns` are fnmatch patterns or
-    top-level folders.
+    Args:
+        patterns: fnmatch patterns or top-level folders; default: all files.
     """
-    files = listed("--cached") if is_checkout() else unpacked()
-    if is_checkout():
-        folders = {path.parts[0] for path in files if len(path.parts) > 1}  # no files outside of them: a log, venv/
-        files += [path for path in listed("--others", "--exclude-standard") if path.parts[0] in folders]
+    files = _listed("--cached")
+    folders = {path.parts[0] for path in files if len(path.parts) > 1}  # no files outside of them: a log, venv/
+    files += [path for path in _listed("--others", "--exclude-standard") if path.parts[0] in folders]
     return [
         path
         for path in files
@@ -29,28 +25,7 @@ def tracked(*patterns: str) -> list[Path]:
     ]
 
 
-def git(*words: str) -> subprocess.CompletedProcess:
-    """Run git in the repository, even if another user owns the clone."""
-    return subprocess.run(["git", "-c", "safe.directory=*", "-C", str(ROOT), *words], capture_output=True, text=True)
-
-
-@functools.cache
-def is_checkout() -> bool:
-    """Return False for an archive without git, even inside the checkout of another project."""
-    return shutil.which("git") is not None and git("rev-parse", "--show-toplevel").stdout.strip() == str(ROOT.resolve())
-
-
-def listed(*options: str) -> list[Path]:
-    found = git("ls-files", "-z", *options)
-    assert found.returncode == 0, found.stderr
-    return [Path(name) for name in found.stdout.split("\0") if name]
-
-
-def unpacked() -> list[Path]:
-    ignored = {".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())}
-    files: list[Path] = []
-    for folder, folders, names in os.walk(ROOT):
-        kept = [name for name in (*folders, *names) if not any(fnmatch(name, pattern) for pattern in ignored)]
-        folders[:] = sorted(set(folders) & set(kept))
-        files += (Path(folder, name).relative_to(ROOT) for name in sorted(set(names) & set(kept)))
-    return files
+def _listed(*options: str) -> list[Path]:
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "ls-files", "-z", *options]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [Path(name) for name in names.split("\0") if name]

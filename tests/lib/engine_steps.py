@@ -8,14 +8,8 @@ from tests.lib.specs import engine_of
 from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, STEPS = 3, 5, 3
-
-
 CLIP, DECAY = 0.5, 0.1
-
-
 START = math.log(90)
-
-
 CEILING = START - 0.05  # the unclamped run falls by 0.03 in the three steps and does not reach it
 
 
@@ -24,36 +18,51 @@ def settings(preset: str, **changes) -> TrainConfig:
     return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
 
 
+def own_micro_batches(batch: BatchPlan, rank: int, sides) -> list[tuple]:
+    """Return the (images, texts) of each micro-batch of a data-parallel rank."""
+    own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
+    return list(zip(*(side[own].split(batch.micro_batch_size) for side in sides)))
+
+
+def accumulate(engine, micro_batches, seeds, *, encode=None, loss=None, resident=1):
+    """Run both passes of a step, after which the gradients are complete; return the StepOutput.
+
+    Args:
+        encode: micro-batch -> features; by default engine.encode(images, texts).
+        loss: by default Inf-CL over the data-parallel ranks.
+    """
+    from infcl.loss.contrastive import ContrastiveLoss
+    from infcl.step.grad_cache import grad_cache_step
+
+    return grad_cache_step(
+        micro_batches,
+        encode=encode or (lambda pair: engine.encode(*pair)),
+        loss=loss or ContrastiveLoss("inf_cl", group=engine.dp_group),
+        backward=engine.backward,
+        seeds=seeds,
+        scalar_values=engine.scalar_values,
+        resident=resident,
+    )
+
+
 def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped=False, dropout=0.0, **changes):
     """Run STEPS optimizer steps on this rank's share; return losses, norms, the loss's logit scales, full weights.
 
     The last result is the weight average if there is one, else the number of steps that DeepSpeed counted.
     """
     from infcl.checkpoint.load import full_weights
-    from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel, mean_over
-    from infcl.step.grad_cache import grad_cache_step
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
     model = ToyCLIP(logit_scale=START, dropout=dropout)
     engine = engine_of(model, settings(preset, precision=precision, **changes), parallel, batch)
-    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     losses, norms, scales = [], [], []
     if dropped:
         engine.encode(*global_batch(MICRO_BATCH_SIZE))
     for step in range(STEPS):
-        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-        images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size, seed=step))
-        output = grad_cache_step(
-            list(zip(images, texts)),
-            encode=lambda pair: engine.encode(*pair),
-            loss=loss,
-            backward=engine.backward,
-            seeds=seeds_of(step, rank),
-            scalar_values=engine.scalar_values,
-            resident=resident,
-        )
+        own = own_micro_batches(batch, rank, global_batch(batch.global_batch_size, seed=step))
+        output = accumulate(engine, own, seeds_of(step, rank), resident=resident)
         assert engine.step(LR)
         engine.clamp_logit_scale(CEILING)
         engine.update_average()
@@ -64,11 +73,13 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped
     return losses, norms, scales, full_weights(engine, keep=True), last
 
 
-def seeds_of(step, rank):
-    return [micro_batch_seed(0, step, index, rank) for index in range(MICRO_BATCHES)]
+def seeds_of(step, rank, micro_batches=MICRO_BATCHES):
+    """Return the seed of each micro-batch of a rank in a step."""
+    return [micro_batch_seed(0, step, index, rank) for index in range(micro_batches)]
 
 
 def expected(world_size, **options):
+    """Return losses, norms and state of one process in float64 that makes the steps of `engine_steps`."""
     batches = [global_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)]
     fixed = {"grad_clip_norm": CLIP, "weight_decay": DECAY, "max_logit_scale": CEILING, "logit_scale": START}
     seeds = [[seed for rank in range(world_size) for seed in seeds_of(step, rank)] for step in range(STEPS)]
@@ -80,30 +91,22 @@ def at_start():
 
 
 def steps_with_a_poisoned_one(rank, world_size, preset, precision):
-    """Run steps on batches 0, 1, 2. A pixel in rank 1's second micro-batch of batch 1 is NaN."""
+    """Run steps on batches 0, 1, 2. A pixel in rank 1's second micro-batch of batch 1 is NaN.
+
+    Return which steps were applied, the rows of the poisoned step that are not finite, full weights and counters.
+    """
     from infcl.checkpoint.load import full_weights
-    from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel
-    from infcl.step.grad_cache import grad_cache_step
 
     parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
     engine = engine_of(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
-    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     applied, finite = [], None
     for step in range(STEPS):
-        own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-        images, texts = (side[own].clone() for side in global_batch(batch.global_batch_size, seed=step))
+        own = own_micro_batches(batch, rank, global_batch(batch.global_batch_size, seed=step))
         if step == 1 and rank == 1:
-            images[MICRO_BATCH_SIZE + 2, 3] = math.nan
-        output = grad_cache_step(
-            list(zip(images.split(MICRO_BATCH_SIZE), texts.split(MICRO_BATCH_SIZE))),
-            encode=lambda pair: engine.encode(*pair),
-            loss=loss,
-            backward=engine.backward,
-            seeds=[0] * MICRO_BATCHES,
-            scalar_values=engine.scalar_values,
-        )
+            own[1][0][2, 3] = math.nan
+        output = accumulate(engine, own, [0] * MICRO_BATCHES)
         applied.append(engine.step(LR))
         engine.clamp_logit_scale(CEILING)
         if step == 1:

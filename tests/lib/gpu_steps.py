@@ -18,15 +18,15 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
     from infcl.config import BatchPlan, TrainConfig
     from infcl.engine.engine import Engine
     from infcl.parallel import init_parallel
-    from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss
+    from tests.lib.engine_steps import accumulate
     from tests.lib.specs import spec_of
 
     config = TrainConfig(deepspeed_config=str(preset), lr=LR, eps=EPS, dataset_type="synthetic", train_num_samples=1)
     parallel = init_parallel("cuda")
     spec = spec_of(config, parallel, BatchPlan(parallel.world_size, 3, 5))
     engine, loss = Engine(ToyCLIP(), spec, parallel), build_loss(spec, parallel)
-    images, texts = (side.cuda().split(5) for side in global_batch(15, seed=1 + parallel.rank))
+    micro_batches = list(zip(*(side.cuda().split(5) for side in global_batch(15, seed=1 + parallel.rank))))
 
     def allow_waits(allowed):
         torch.cuda.set_sync_debug_mode("default" if allowed else "error")
@@ -35,20 +35,14 @@ def steps_without_waiting(preset, *, last_backward: bool = True) -> None:
     def backward(surrogate, is_last):
         if is_last and not last_backward:
             allow_waits(True)
-        engine.backward(surrogate, is_last)
+        plain_backward(surrogate, is_last)
 
+    plain_backward, engine.backward = engine.backward, backward
     synchronize = torch.cuda.synchronize
     try:
         for step in range(6):  # the first steps compile kernels and, on one GPU, record the loss as a CUDA graph
             allow_waits(step < 4)
-            grad_cache_step(
-                list(zip(images, texts)),
-                encode=lambda pair: engine.encode(*pair),
-                loss=loss,
-                backward=backward,
-                seeds=[0] * 3,
-                scalar_values=engine.scalar_values,
-            )
+            accumulate(engine, micro_batches, [0] * 3, loss=loss)
             allow_waits(True)
             engine.step(LR)
     finally:

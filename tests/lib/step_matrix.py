@@ -3,13 +3,9 @@
 import torch
 
 from infcl.config import BatchPlan
-from infcl.parallel import micro_batch_seed
 from tests.lib.checkout import GOLDEN_MODEL
-from tests.lib.engine_steps import settings
-from tests.lib.step_oracle import (
-    LR,
-    whole_batch_gradients,
-)
+from tests.lib.engine_steps import accumulate, own_micro_batches, seeds_of, settings
+from tests.lib.step_oracle import LR, whole_batch_gradients
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
 
@@ -17,21 +13,11 @@ MICRO_BATCHES, MICRO_BATCH_SIZE, DROPOUT = 4, 3, 0.3
 def weights_after_a_step(engine, batch, whole_batch, resident, encode):
     """Run a step on this rank's share of the batch; return {name: full tensor}."""
     from infcl.checkpoint.load import full_weights
-    from infcl.loss.contrastive import ContrastiveLoss
-    from infcl.step.grad_cache import grad_cache_step
 
     engine.train()
     rank = engine.parallel.rank
-    own = slice(rank * batch.rank_batch_size, (rank + 1) * batch.rank_batch_size)
-    images, texts = (side[own].split(MICRO_BATCH_SIZE) for side in whole_batch(batch.global_batch_size))
-    grad_cache_step(
-        list(zip(images, texts)),
-        encode=encode,
-        loss=ContrastiveLoss("inf_cl", group=engine.dp_group),
-        backward=engine.backward,
-        seeds=[micro_batch_seed(0, 0, index, rank) for index in range(MICRO_BATCHES)],
-        resident=resident,
-    )
+    own = own_micro_batches(batch, rank, whole_batch(batch.global_batch_size))
+    accumulate(engine, own, seeds_of(0, rank, MICRO_BATCHES), encode=encode, resident=resident)
     assert engine.step(LR)
     return full_weights(engine, keep=True)
 
@@ -39,7 +25,7 @@ def weights_after_a_step(engine, batch, whole_batch, resident, encode):
 def gradients_in_one_process(world_size, model, whole_batch):
     """Return {name: gradient} of the whole batch, with each micro-batch's own seed."""
     sides = whole_batch(world_size * MICRO_BATCHES * MICRO_BATCH_SIZE)
-    seeds = [micro_batch_seed(0, 0, index, rank) for rank in range(world_size) for index in range(MICRO_BATCHES)]
+    seeds = [seed for rank in range(world_size) for seed in seeds_of(0, rank, MICRO_BATCHES)]
     return whole_batch_gradients(model, zip(*(side.split(MICRO_BATCH_SIZE) for side in sides), strict=True), seeds)[1]
 
 

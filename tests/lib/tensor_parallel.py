@@ -69,9 +69,9 @@ def train_steps(
     """Run optimizer steps on this rank's share; return engine, losses, gradient norms, [image, text] norms."""
     from infcl.engine.engine import Engine
     from infcl.models.captions import texts_for_model
-    from infcl.step.grad_cache import grad_cache_step
     from infcl.train.build import build_loss, split_model
     from infcl.train.compile import prepare_blocks
+    from tests.lib.engine_steps import accumulate, own_micro_batches
     from tests.lib.specs import spec_of
 
     batch = BatchPlan(parallel.dp_size, micro_batches, MICRO_BATCH_SIZE)
@@ -82,18 +82,16 @@ def train_steps(
     engine = Engine(model, spec, parallel)
     loss, losses, norms, tower_norms = build_loss(spec, parallel), [], [], []
     as_taken = texts_for_model(CFG.text_cfg, pack=spec.packs_captions)
+
+    def encode(pair):
+        images, texts = pair
+        return engine.encode(images, **as_taken(texts))
+
     engine.train()
     for step in range(steps):
-        own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)
-        sides = [side[own].split(MICRO_BATCH_SIZE) for side in global_batch(batch.global_batch_size, seed=step)]
-        output = grad_cache_step(
-            list(zip(*sides)),
-            encode=lambda pair: engine.encode(pair[0], **as_taken(pair[1])),
-            loss=loss,
-            backward=engine.backward,
-            seeds=[100 * step + 10 * parallel.dp_rank + i for i in range(micro_batches)],
-            scalar_values=engine.scalar_values,
-        )
+        own = own_micro_batches(batch, parallel.dp_rank, global_batch(batch.global_batch_size, seed=step))
+        seeds = [100 * step + 10 * parallel.dp_rank + i for i in range(micro_batches)]
+        output = accumulate(engine, own, seeds, encode=encode, loss=loss)
         tower_norms.append(engine.tower_grad_norms().tolist())
         assert engine.step(config.lr)
         losses.append(float(mean_over(engine.dp_group, output.loss)))

@@ -35,6 +35,18 @@ def demo_config(demo_folder, logs, **changes) -> TrainConfig:
     return dataclasses.replace(base, **changes)
 
 
+def new_trainer(config: TrainConfig, device: str = "cpu"):
+    """Make this rank's Trainer, as pretrain_clip.py does."""
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.parallel import init_parallel
+    from infcl.train.build import resolve_inputs
+    from infcl.train.trainer import Trainer
+
+    size = config.tensor_parallel_size
+    parallel = init_parallel(device) if size == 1 else tensor_parallel_layout(size)
+    return Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+
+
 class Killed(Exception):
     pass
 
@@ -45,14 +57,7 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None, *, 
     Args:
         draws: also draw the loss curve at the end, which takes longer than several steps.
     """
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
-
-    size = config.tensor_parallel_size
-    parallel = init_parallel("cpu") if size == 1 else tensor_parallel_layout(size)
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
 
     class Mortal:
         def after_step(self, step):

@@ -1,13 +1,7 @@
-"""The loss on 32 ranks, as four hosts of eight GPUs have them: flat and two-level rings equal the float64 loss."""
+"""The loss on 32 ranks, as on four nodes of eight GPUs: flat and two-level rings equal the float64 loss."""
 
-import pickle
-import subprocess
-import sys
-
-import torch
-
-from tests.lib.checkout import ROOT
-from tests.lib.loss_oracle import Case, averaged, oracle, relative_error
+from tests.lib.loss_oracle import Case, averaged, evaluate, oracle, relative_error
+from tests.lib.ranks import run_ranks
 
 WORLD_SIZE = 32
 TWO_LEVEL = {"ring": "two-level", "ranks_per_node": 8}
@@ -18,13 +12,12 @@ CASES = [
 ]
 
 
-def test_losses_of_32_ranks_average_to_the_float64_loss(tmp_path):
-    (tmp_path / "cases").write_bytes(pickle.dumps(CASES))
-    command = [sys.executable, "tests/lib/many_ranks.py", str(WORLD_SIZE), tmp_path, tmp_path / "cases"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    per_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
-    for (case, options), *results in zip(CASES, *per_rank):
+def evaluate_all(rank, world_size):
+    return [evaluate(case, rank, world_size, **options) for case, options in CASES]
+
+
+def test_losses_of_32_ranks_average_to_the_float64_loss():
+    for (case, options), *results in zip(CASES, *run_ranks(evaluate_all, WORLD_SIZE)):
         truth, result = oracle(case), averaged(results)
         for field, value, expected in zip(truth._fields, result, truth):
             if field != "d_bias" or case.name == "siglip":

@@ -53,9 +53,8 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
     """From a loss scale of 2^32 the first steps overflow; the applied ones are those of a float64 run without them."""
     from infcl.checkpoint.load import full_weights
     from infcl.config import BatchPlan, TrainConfig
-    from infcl.loss.contrastive import ContrastiveLoss
     from infcl.parallel import init_parallel
-    from infcl.step.grad_cache import grad_cache_step
+    from tests.lib.engine_steps import accumulate
     from tests.lib.specs import engine_of
 
     preset = tmp_path / "preset.json"
@@ -66,18 +65,10 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
         deepspeed_config=str(preset), lr=LR, eps=EPS, wd=0.0, dataset_type="synthetic", train_num_samples=1
     )
     engine = engine_of(ToyCLIP(), config, parallel, batch)
-    loss = ContrastiveLoss("inf_cl", group=engine.dp_group)
     images, texts = global_batch(15)
     applied, scales = [], []
     for _ in range(40):
-        grad_cache_step(
-            list(zip(images.cuda().split(5), texts.cuda().split(5))),
-            encode=lambda pair: engine.encode(*pair),
-            loss=loss,
-            backward=engine.backward,
-            seeds=[0] * 3,
-            scalar_values=engine.scalar_values,
-        )
+        accumulate(engine, list(zip(images.cuda().split(5), texts.cuda().split(5))), [0] * 3)
         scales.append(engine.loss_scale())
         applied.append(engine.step(LR))
     counters = engine.counters()
@@ -103,15 +94,10 @@ def test_the_host_never_waits_for_the_gpu_between_the_first_encoding_and_the_las
 
 def trained(demo_folder, logs, opt: str) -> tuple[list[float], float]:
     """-> (losses of twenty steps, bytes of optimizer state an element)"""
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
-    from tests.lib.training import demo_config
+    from tests.lib.training import demo_config, new_trainer
 
     config = demo_config(demo_folder, logs, opt=opt, precision="bf16", compile_blocks="off")
-    parallel = init_parallel("cuda")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config, "cuda")
     trainer.fit()
     states = trainer.engine.state.optimizer.state
     size = sum(_bytes(value) for state in states.values() for key, value in state.items() if key != "step")
@@ -168,19 +154,15 @@ def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(
 
 
 def synthetic_trainer(logs, checkpointing: bool, size: int):
-    from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.config import TrainConfig
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
+    from tests.lib.training import new_trainer
 
     config = TrainConfig(
         dataset_type="synthetic", train_num_samples=16384, model="ViT-B-32", batch_size=size, accum_freq=4, steps=3,
         grad_checkpointing=checkpointing, compile_blocks="off", save_frequency=0, report_to="none", logs=str(logs),
         name="run",
     )  # fmt: skip
-    parallel = init_parallel("cuda")
-    return Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    return new_trainer(config, "cuda")
 
 
 OPTIONS = {

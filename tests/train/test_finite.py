@@ -16,18 +16,12 @@ from infcl.report import read_metrics
 from tests.lib.engine_steps import steps_with_a_poisoned_one
 from tests.lib.fp16 import fp16_allowed
 from tests.lib.ranks import run_ranks
-from tests.lib.training import demo_config, fit
+from tests.lib.training import demo_config, fit, new_trainer
 
 
 def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
     """Train; in the given steps (from 1), micro-batch 1 of one rank goes wrong -> (sentences said, error or None)."""
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
-
-    parallel = init_parallel("cpu")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     encode, encodings, said = trainer.engine.encode, Counter(), []
     trainer.metrics.say = said.append
 

@@ -22,7 +22,7 @@ from infcl.report import read_metrics
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
 from tests.lib.ranks import run_ranks
-from tests.lib.training import demo_config, fit
+from tests.lib.training import demo_config, fit, new_trainer
 
 CLIP_TEXT = {"context_length": 16, "vocab_size": 512, "width": 64, "heads": 4, "layers": 2}
 SIGLIP_TEXT = CLIP_TEXT | {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}
@@ -85,13 +85,8 @@ def train(rank, world_size, config: TrainConfig):
     """Four steps -> (losses, the first loss by open_clip itself, largest difference of features) on rank 0."""
     declare_torchvision_operators()
     from infcl.checkpoint.load import full_weights
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
 
-    parallel = init_parallel("cpu")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     weights = full_weights(trainer.engine, keep=True)
     encode, seen = trainer.engine.encode, []
 
@@ -256,13 +251,7 @@ def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(stage, models,
 def first_norm(rank, world_size, config: TrainConfig):
     """One step -> (running mean of the first BatchNorm after it, this rank's means of its micro-batches)."""
     declare_torchvision_operators()
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
-
-    parallel = init_parallel("cpu")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     norm = next(m for m in trainer.engine.module.modules() if isinstance(m, torch.nn.BatchNorm2d))
     seen = []  # in both passes and in the recomputation
     norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().mean((0, 2, 3))))

@@ -9,6 +9,7 @@ from infcl.report.records import read_metrics
 from tests.lib.ranks import run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.small_loader import caption_tokenizer
+from tests.lib.training import new_trainer
 
 CASES = {
     "duplicates": {"duplicates": "positive"},
@@ -34,13 +35,7 @@ def data(tmp_path_factory):
 
 
 def fit(rank, world_size, config: TrainConfig):
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
-
-    parallel = init_parallel("cpu")
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     trainer.fit()
     return None if rank else read_metrics(trainer.run.metrics, "train")
 

@@ -14,7 +14,7 @@ from infcl.train.stragglers import AGAIN, IN_A_ROW, Stragglers, slowest
 from tests.lib.collectives import collectives
 from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
-from tests.lib.training import demo_config
+from tests.lib.training import demo_config, new_trainer
 
 NODES = (Node("a", 0, 4), Node("b", 4, 4), Node("c", 8, 4))
 
@@ -109,17 +109,7 @@ def test_only_a_logged_step_communicates_and_once():
 
 def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> list[str]:
     """Train with a nap before each micro-batch is encoded or read; return the lines that this rank printed."""
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
-
-    parallel = init_parallel("cpu")
-    if config.tensor_parallel_size > 1:
-        from megatron_patches.groups import init_tensor_parallel
-
-        parallel = init_tensor_parallel(parallel, config.tensor_parallel_size, on_host=True)
-    trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    trainer = new_trainer(config)
     encode, steps, said = trainer._encode, trainer.loader.steps, []
 
     def encode_late(micro_batch):

@@ -19,7 +19,7 @@ from infcl.report import read_metrics
 from infcl.report.records import read_records
 from tests.lib.entry import golden
 from tests.lib.ranks import run_ranks
-from tests.lib.training import demo_config, fit, refusal, run_losses
+from tests.lib.training import demo_config, fit, new_trainer, refusal, run_losses
 
 FIRST = 12  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
 
@@ -209,11 +209,7 @@ def fit_with_lost_saves(rank, world_size, config, lost):
     from unittest import mock
 
     from infcl.checkpoint import write as checkpoint_writer
-    from infcl.checkpoint.run_folder import claim_run_folder
-    from infcl.parallel import init_parallel
     from infcl.train import saves
-    from infcl.train.build import resolve_inputs
-    from infcl.train.trainer import Trainer
 
     write = checkpoint_writer._write_tensors
 
@@ -222,8 +218,7 @@ def fit_with_lost_saves(rank, world_size, config, lost):
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         return write(path, *content)
 
-    parallel = init_parallel("cpu")
-    trainer, ended = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel)), ""
+    trainer, ended = new_trainer(config), ""
     with mock.patch.object(checkpoint_writer, "_write_tensors", lose), mock.patch.object(saves, "MAX_FAILED_SAVES", 2):
         try:
             trainer.fit()
