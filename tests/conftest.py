@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# What a launcher, a scheduler, a git hook or a terminal has set around the suite is not meant for what its tests run.
-_OF_THE_SURROUNDINGS = re.compile(
+# Variables of a launcher, a scheduler, a git hook or a terminal around the suite are not for the programs of its tests.
+_FROM_OUTSIDE = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|MASTER_(ADDR|PORT)|(OMPI|PMIX?|SLURM|TORCHELASTIC)_.*"
     "|GIT_(DIR|WORK_TREE|INDEX_FILE)|COLUMNS|LINES|(FORCE|NO)_COLOR|CLICOLOR.*|TRITON_INTERPRET"
 )
@@ -21,12 +21,12 @@ _home = None
 if not os.access(os.path.expanduser("~"), os.W_OK):  # compilers keep their caches there
     _home = tempfile.TemporaryDirectory(prefix="home-")
     os.environ["HOME"] = _home.name
-for _name in filter(_OF_THE_SURROUNDINGS.fullmatch, list(os.environ)):
+for _name in filter(_FROM_OUTSIDE.fullmatch, list(os.environ)):
     del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more would wait for each other: the ranks of tests have the cores
 
 
-# In this order before all others, so that no worker of `make test` is left alone with a file of a minute at the end.
+# These files run first, in this order, so that no worker of `make test` has a long file left at the end.
 LONGEST = (
     "faults trainer open_clip_models megatron_trainer megatron_engine engine_gather entry triton_tile attention"
     " contrastive_step engine engine_reduce checkpoint stragglers step_matrix offload finite data_faults loader"
@@ -34,8 +34,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    order = {f"test_{name}.py": position for position, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +69,7 @@ def not_skipped(report, config):
 
 
 def pytest_runtest_setup(item):
-    """Tests over several hosts are skipped, with the reason, where hosts cannot be made; looked at when one comes."""
+    """Skip tests over several hosts, with the reason, where hosts cannot be made. Checked when the first one runs."""
     if item.get_closest_marker("cluster"):
         from tests.lib.hosts import missing
 
@@ -78,7 +78,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_unconfigure(config):
-    """The last line of a run that has tests over several hosts: green must not mean that they were skipped."""
+    """Print a last line that counts the tests over several hosts, because skipped ones look like success."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:
         return
@@ -96,7 +96,7 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def _process_groups_end_with_their_test(request):
-    """A test that leaves one makes others fail, by their order. Those on a GPU share one, as DeepSpeed wants it."""
+    """Fail a test that leaves a process group, which later tests would inherit. GPU tests share one, for DeepSpeed."""
     import torch.distributed as dist
 
     before = dist.is_initialized()
@@ -108,7 +108,7 @@ def _process_groups_end_with_their_test(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def _from_the_repository():
-    """Presets are named as in the README, by paths below it."""
+    """Run in the repository root, because presets are given by paths below it."""
     before = Path.cwd()
     os.chdir(Path(__file__).parent.parent)
     yield
@@ -124,7 +124,7 @@ def _the_same_draws_in_any_order():
 
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory):
-    """The embedded data set with 1,536 training pairs: shards, tokenizer, evaluation sets."""
+    """Return the folder of the embedded data set with 1,536 training pairs: shards, tokenizer, evaluation sets."""
     from infcl.data.demo import prepare_demo
 
     return prepare_demo(tmp_path_factory.mktemp("data") / "demo", num_train=1536)
@@ -132,7 +132,7 @@ def demo_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer_model(tmp_path_factory):
-    """A small BPE model, learned from the captions of tests/lib/small_clip.py."""
+    """Return the path of a small BPE model, trained on the captions of tests/lib/small_clip.py."""
     from infcl.data.tokenizer.learn import train_tokenizer
     from tests.lib.small_clip import CAPTIONS
 
@@ -150,7 +150,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
-    """A folder of five shards with 53 samples, one of them empty; nobody writes to it."""
+    """Return the URL of a folder of five shards with 53 samples; one shard is empty. Tests do not write to it."""
     from tests.lib.shard_files import write_shards
 
     return write_shards(tmp_path_factory.mktemp("shards"), [7, 19, 0, 4, 23])
@@ -158,7 +158,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture
 def faulty(tmp_path):
-    """29 good samples, four bad ones, a pickle that must not be opened, and a shard that breaks off."""
+    """Write 29 good samples, four bad ones, a pickle that must not be opened, and a truncated shard."""
     from tests.lib.shard_files import Payload, encode, pair_members, picture, write_tar
 
     members = [member for i in range(20) for member in pair_members(i)]

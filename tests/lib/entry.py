@@ -56,8 +56,8 @@ def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
     start processes, so use `--workers 0`.
     """
     done = run_ranks(_main, ranks, arguments[1:], timeout=200)
-    codes, printed, told = zip(*done)
-    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), "".join(printed), "".join(told))
+    codes, printed, errors = zip(*done)
+    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), "".join(printed), "".join(errors))
 
 
 def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, str]:

@@ -59,8 +59,8 @@ def run(
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(world_size)]
         ranks = []
         for rank, (out, err) in enumerate(files):
-            told = os.environ | (environ or {}) | environment(rank, world_size, port)
-            process = subprocess.Popen([sys.executable, *arguments], env=told, stdout=out, stderr=err, **options)
+            given = os.environ | (environ or {}) | environment(rank, world_size, port)
+            process = subprocess.Popen([sys.executable, *arguments], env=given, stdout=out, stderr=err, **options)
             stack.callback(process.wait)
             stack.callback(process.kill)  # runs before process.wait
             ranks.append(process)
@@ -69,7 +69,7 @@ def run(
             codes = [process.poll() for process in ranks]
             code = next(filter(None, codes), None if None in codes else 0)
             time.sleep(0.1)
-        stdout, stderr = ("".join(_read(pair[place]) for pair in files) for place in range(2))
+        stdout, stderr = ("".join(map(_read, column)) for column in zip(*files))
         assert code is not None, f"ranks that did not end within {seconds} s: {stdout}{stderr}"
     return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 

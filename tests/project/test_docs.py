@@ -26,7 +26,7 @@ def flags_of(line: str) -> set[str]:
 
 @cache
 def parser_of(module: str) -> argparse.ArgumentParser:
-    """The parser with which `python -m module` begins."""
+    """Return the parser of `python -m module`."""
     found = []
     if module == "infcl.integrations.open_clip":  # open_clip_train's parser
         import_open_clip()
@@ -46,7 +46,7 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
 
 def programs_of(line: str) -> list[tuple[str, list[str]]]:
-    """The modules that a line starts, with their arguments."""
+    """Return the modules that a command starts, with their arguments."""
     words = [word for word in shlex.split(line, comments=True) if word not in ("...", "FLAGS")]
     starts = [
         (place, words[place + 1] if word == "-m" else "pretrain_clip.py", place + 1 + (word == "-m"))
@@ -99,7 +99,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ds_configs/
 
 
 def headings(page: Path) -> list[str]:
-    """As links name them: lower case, hyphens for spaces, without punctuation."""
+    """Return the headings as links name them: lower case, hyphens for spaces, without punctuation."""
     text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
     return [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"(?m)^#+ (.+)$", text)]
 
@@ -120,7 +120,7 @@ def test_links_lead_to_a_file_or_to_one_heading_and_tables_have_a_line_for_each_
 
 
 def readmes_loss(rank, world_size):
-    """-> the loss as the README takes it, the definition's."""
+    """Return the loss of the README's code, and the loss by its definition."""
     features = [torch.nn.functional.normalize(torch.randn(5, 8), dim=1).requires_grad_() for _ in range(2)]
     names = {"log_scale": torch.tensor(2.0, requires_grad=True), "rank": rank, "world_size": world_size}
     names |= {"image_features": features[0], "text_features": features[1]}

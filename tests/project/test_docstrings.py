@@ -16,13 +16,13 @@ MODULES = [
 ]
 
 
-def test_every_module_says_what_it_is():
-    silent = [file for file in MODULES if not ast.get_docstring(ast.parse((ROOT / file).read_text()))]
-    assert silent == []
+def test_every_module_has_a_docstring():
+    missing = [file for file in MODULES if not ast.get_docstring(ast.parse((ROOT / file).read_text()))]
+    assert missing == []
 
 
 @pytest.mark.parametrize("name", infcl.__all__)
-def test_the_library_documents_itself_and_its_arguments(name):
+def test_public_functions_document_their_arguments(name):
     thing = getattr(infcl, name)
     text = inspect.getdoc(thing)
     assert text

@@ -77,13 +77,13 @@ STORED_FUNCTIONS = {
 def test_a_package_imports_only_those_above_it():
     """Imports for types alone count. infcl/__init__.py shows what users call, so it has no place in the order."""
     assert {file for file in FILES if _package(_module(file)) not in PACKAGES} == {"infcl/__init__.py"}
-    against = set()
+    violations = set()
     for file in FILES:
         own = _package(_module(file))
         imported = {_package(name) for name in _imports(file)} & set(PACKAGES)
         if own in PACKAGES:
-            against |= {(file, other) for other in imported if PACKAGES.index(other) > PACKAGES.index(own)}
-    assert against == set()
+            violations |= {(file, other) for other in imported if PACKAGES.index(other) > PACKAGES.index(own)}
+    assert violations == set()
 
 
 def test_test_files_import_no_test_files_and_benchmarks_no_tests():
@@ -91,13 +91,13 @@ def test_test_files_import_no_test_files_and_benchmarks_no_tests():
     files = [
         path.relative_to(ROOT).as_posix() for name in ("tests", "benchmarks") for path in ROOT.glob(f"{name}/**/*.py")
     ]
-    against = {
+    violations = {
         (file, name)
         for file in files
         for name in _imports(file)
         if name.startswith("tests.") and (file.startswith("benchmarks/") or ".test_" in name)
     }
-    assert against == set()
+    assert violations == set()
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -53,7 +53,7 @@ def test_with_skips_fail_a_skip_fails_and_an_expected_failure_does_not(pytester)
         (None, "tests over several hosts: 2 ran, 1 were skipped (no mpirun)"),
     ],
 )
-def test_the_last_line_says_how_many_tests_over_hosts_ran(pytester, monkeypatch, missing, line):
+def test_the_last_line_counts_the_tests_over_several_hosts(pytester, monkeypatch, missing, line):
     monkeypatch.setattr(hosts, "missing", lambda: missing)
     pytester.makepyfile(
         """

@@ -32,7 +32,7 @@ def test_the_citation_names_this_version_and_the_paper():
     assert citation["cff-version"] == "1.2.0" and citation["references"][0]["url"].endswith("2410.17243")
 
 
-def test_no_test_is_skipped_for_want_of_what_requirements_txt_installs():
+def test_requirements_txt_installs_what_tests_import():
     text = "".join((ROOT / path).read_text() for path in tracked("tests/*.py"))
     packages = set(re.findall(r'importorskip\("(\w+)', text))
     optional = {"accelerate", "bitsandbytes", "datasets"}

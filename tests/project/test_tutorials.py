@@ -60,7 +60,7 @@ def test_the_ddp_loop_of_the_tutorial_trains_as_one_process_on_the_complete_batc
 
 
 def write_bert(folder) -> None:
-    """A small BERT with its tokenizer, as Hugging Face's folders have them."""
+    """Write a small BERT with its tokenizer, in Hugging Face's format."""
     import_transformers()
     from transformers import BertConfig, BertModel, BertTokenizerFast
 

@@ -27,7 +27,7 @@ def pip(*arguments) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_is_whole_and_the_loss_runs_from_it(tmp_path):
+def test_the_wheel_is_complete_and_its_loss_runs(tmp_path):
     source = tmp_path / "source"
     for path in tracked():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
