@@ -6,20 +6,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl import info_nce_loss
-from tests.lib.info_nce import CASES, _global_batch, _oracle, assert_equal, evaluate
 from tests.lib.loss_oracle import features, relative_error
+from tests.lib.pair_losses import INFO_NCE, assert_equal, evaluate, global_batch, reference
 from tests.lib.ranks import refused, run_ranks
+
+TOLERANCE = 1e-5
+CASE = INFO_NCE[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_info_nce_equals_the_dense_float64_cross_entropy(world_size):
-    if world_size == 1:
-        return assert_equal([evaluate(0, 1, CASES)], CASES)
-    assert_equal(run_ranks(evaluate, world_size, CASES), CASES)
+    per_rank = run_ranks(evaluate, world_size, INFO_NCE) if world_size > 1 else [evaluate(0, 1, INFO_NCE)]
+    assert_equal(per_rank, INFO_NCE, TOLERANCE)
 
 
 def test_info_nce_is_exact_over_a_two_level_ring():
-    assert_equal(run_ranks(evaluate, 4, CASES, ring="two-level", ranks_per_node=2), CASES)
+    assert_equal(run_ranks(evaluate, 4, INFO_NCE, ring="two-level", ranks_per_node=2), INFO_NCE, TOLERANCE)
 
 
 def test_what_is_left_where_documents_are_told_apart_is_precise_too():
@@ -42,10 +44,10 @@ def test_what_is_left_where_documents_are_told_apart_is_precise_too():
 
 @pytest.mark.parametrize("dtype, tile_dtype", [(torch.float64, "fp32"), (torch.float32, "fp64")])
 def test_products_of_another_width_than_the_features(dtype, tile_dtype):
-    q, d, positives = _global_batch(CASES[1], 1)
+    q, d, positives = global_batch(CASE, 1)
     q, d = q.to(dtype).requires_grad_(), d.to(dtype).requires_grad_()
-    loss = info_nce_loss(q, d, positives[0], CASES[1][3], tile_dtype=tile_dtype)
-    truth, d_queries, d_documents, _ = _oracle(CASES[1], 1)
+    loss = info_nce_loss(q, d, positives[0], CASE.scale, tile_dtype=tile_dtype)
+    truth, d_queries, d_documents, _ = reference(CASE, 1)
     gradients = torch.autograd.grad(loss, (q, d))
     assert all(gradient.dtype == dtype for gradient in gradients)
     for value, expected in zip((loss.detach(), *gradients), (truth, d_queries, d_documents)):
@@ -77,10 +79,10 @@ def test_a_positive_outside_on_one_rank_is_refused_on_every_rank():
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
 def test_a_side_without_gradient_leaves_the_others_exact(wanted):
-    q, d, positives = _global_batch(CASES[1], 1)
-    truth = dict(zip("qds", _oracle(CASES[1], 1)[1:]))
+    q, d, positives = global_batch(CASE, 1)
+    truth = dict(zip("qds", reference(CASE, 1)[1:]))
     q.requires_grad_(wanted[0]), d.requires_grad_(wanted[1])
-    scale = torch.tensor(float(CASES[1][3]), requires_grad=True)
+    scale = torch.tensor(float(CASE.scale), requires_grad=True)
     sides = {name: x for name, x in zip("qds", (q, d, scale)) if x.requires_grad}
     loss = info_nce_loss(q, d, positives[0], scale)
     for name, gradient in zip(sides, torch.autograd.grad(loss, list(sides.values()))):

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from infcl import inf_cl_loss, kernels
 from infcl.loss.contrastive import LOSSES
 from infcl.loss.links import second_group
-from tests.lib import gpus
-from tests.lib import info_nce as info_nce_cases
-from tests.lib import nt_xent as nt_xent_cases
+from tests.lib import gpus, pair_losses
 from tests.lib.loss_oracle import Case, averaged, evaluate, oracle, relative_error
 from tests.lib.ranks import free_port
 
@@ -77,8 +75,9 @@ def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
         assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
 
 
-INFO_NCE = [*info_nce_cases.CASES, (131, 300, 72, 30.0, "shared"), (140, 140, 100, 30.0, "distinct")]
-NT_XENT = [*nt_xent_cases.CASES, (131, 72, 30.0, "random")]
+PairCase = pair_losses.Case
+INFO_NCE = [*pair_losses.INFO_NCE, PairCase(131, 300, 72, 30.0, "shared"), PairCase(140, 140, 100, 30.0, "distinct")]
+NT_XENT = [*pair_losses.NT_XENT, PairCase(131, None, 72, 30.0, "random")]
 
 
 def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
@@ -86,8 +85,8 @@ def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, 
     bound = {"device": "cuda", "workspace_bytes": WORKSPACE_BYTES}
     for _ in range(2):
         results = (
-            info_nce_cases.evaluate(rank, world_size, INFO_NCE, **bound, **options),
-            nt_xent_cases.evaluate(rank, world_size, NT_XENT, **bound, **options),
+            pair_losses.evaluate(rank, world_size, INFO_NCE, **bound, **options),
+            pair_losses.evaluate(rank, world_size, NT_XENT, **bound, **options),
         )
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -96,8 +95,8 @@ def _evaluate_others_on_gpu(rank: int, world_size: int, port: int, folder: str, 
 @pytest.mark.parametrize("ring", RINGS)
 def test_info_nce_and_nt_xent_over_nccl_average_to_the_float64_losses(ring, tmp_path):
     info_nce, nt_xent = zip(*_on_all_gpus(_evaluate_others_on_gpu, ring, tmp_path))
-    info_nce_cases.assert_equal(info_nce, INFO_NCE, 5e-5)
-    nt_xent_cases.assert_equal(nt_xent, NT_XENT, 5e-5)
+    pair_losses.assert_equal(info_nce, INFO_NCE, 5e-5)
+    pair_losses.assert_equal(nt_xent, NT_XENT, 5e-5)
 
 
 def _peaks(rank: int, world_size: int, port: int, folder: str, options: dict) -> None:
