@@ -18,7 +18,6 @@ from tests.lib.cluster_run import (
     DEEPSPEED,
     MARKS,
     flags,
-    kill,
     launch_script,
     losses_of_hosts_and_of_one_rank,
     ranks_on,
@@ -48,7 +47,7 @@ def test_two_hosts_train_resume_evaluate_and_export_as_one_rank_does(demo_folder
     for host in two_hosts.all:
         addresses = {line.split()[3].rsplit(":", 1)[0] for line in host.run(["ss", "-Hltn"]).stdout.splitlines()}
         assert addresses == {host.address}
-    kill(ranks_on(two_hosts[1])[0], signal.SIGUSR1)
+    ranks_on(two_hosts[1])[0].send_signal(signal.SIGUSR1)
     code, output = finish(process)
     assert code == 138 and "SIGUSR1 received at step" in output, output
     assert 1 <= len(losses(tmp_path)) < 8
@@ -178,7 +177,7 @@ def test_four_hosts_of_which_one_has_a_slow_link_resume_evaluate_and_export(demo
         hosts[2].shape("tbf rate 20mbit burst 32kb latency 400ms")
         process = start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments])
         wait_until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text(), 400, "no fifth step", process)
-        kill(ranks_on(hosts[2])[0], signal.SIGUSR1)
+        ranks_on(hosts[2])[0].send_signal(signal.SIGUSR1)
         code, output = finish(process)
         assert code == 138 and "SIGUSR1 received at step" in output, output
         assert 5 <= len(losses(tmp_path)) < 9

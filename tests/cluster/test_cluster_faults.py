@@ -17,7 +17,6 @@ from tests.lib.checkout import ROOT
 from tests.lib.cluster_run import (
     MARKS,
     flags,
-    kill,
     launch_script,
     ranks_on,
     small_disk,
@@ -139,10 +138,10 @@ def test_a_host_that_stands_still_for_a_while_is_waited_for(demo_folder, tmp_pat
     wait_for_checkpoint(tmp_path, process)
     stopped = ranks_on(hosts[1])
     for rank in stopped:
-        kill(rank, signal.SIGSTOP)
+        rank.send_signal(signal.SIGSTOP)
     time.sleep(HOST_TIMEOUT / 2)
     for rank in stopped:
-        kill(rank, signal.SIGCONT)
+        rank.send_signal(signal.SIGCONT)
     code, output = finish(process)
     assert code == 0, output
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
@@ -155,10 +154,10 @@ def test_a_host_that_stands_still_for_good_ends_the_run_and_is_named(demo_folder
     frozen = hosts[1].processes("pretrain_clip.py")  # the ranks and their launcher
     assert len(frozen) >= 2
     for one in frozen:
-        kill(one, signal.SIGSTOP)
+        one.send_signal(signal.SIGSTOP)
     wait_until(lambda: not ranks_on(hosts[0]), 6 * HOST_TIMEOUT, "the other host still trains")
     for one in frozen:
-        kill(one, signal.SIGCONT)
+        one.send_signal(signal.SIGCONT)
     wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
     code, output = finish(process)
     assert code != 0 and "worker-1: no heartbeat from worker-2 (rank 1) for" in output, output

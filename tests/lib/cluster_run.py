@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -72,10 +70,6 @@ def wait_until_gone(hosts: Hosts, seconds: float) -> float:
     started = time.monotonic()
     wait_until(lambda: not left(), seconds, lambda: f"ranks stayed behind: {left()}")
     return time.monotonic() - started
-
-
-def kill(process, number: int = signal.SIGKILL) -> None:
-    os.kill(process.pid, number)
 
 
 @contextlib.contextmanager

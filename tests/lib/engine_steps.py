@@ -14,6 +14,7 @@ CEILING = START - 0.05  # the unclamped run falls by 0.03 in the three steps and
 
 
 def settings(preset: str, **changes) -> TrainConfig:
+    """Return the config of the toy model's steps under a preset of ds_configs/."""
     given = {"deepspeed_config": f"ds_configs/{preset}.json", "lr": LR, "eps": EPS, "wd": DECAY, "grad_clip_norm": CLIP}
     return TrainConfig(dataset_type="synthetic", train_num_samples=1, **(given | changes))
 
@@ -87,6 +88,7 @@ def expected(world_size, **options):
 
 
 def at_start():
+    """Return the state dict of the toy model before the first step."""
     return ToyCLIP(logit_scale=START).state_dict()
 
 

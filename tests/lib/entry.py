@@ -20,6 +20,7 @@ ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES
 
 
 def command(demo_folder, logs, *flags: str) -> list[str]:
+    """Return pretrain_clip.py and the flags of a run of three steps of the demo; later flags replace them."""
     return [
         "pretrain_clip.py", "--train-data", f"{demo_folder}/train", "--tokenizer", f"{demo_folder}/tokenizer.model",
         "--model", GOLDEN_MODEL, "--workers", "1", "--batch-size", "16", "--accum-freq", "2", "--lr", "1e-3",
@@ -29,6 +30,7 @@ def command(demo_folder, logs, *flags: str) -> list[str]:
 
 
 def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.CompletedProcess:
+    """Run the command under the deepspeed launcher."""
     if gpus.RANKS_PER_GPU > 1 and environment.get("DS_ACCELERATOR") != "cpu":
         return gpus.run(arguments, ranks, free_port(), environ=environment, cwd=ROOT)
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
@@ -39,6 +41,7 @@ def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.C
 
 
 def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProcess:
+    """Run the command in one process, without a launcher."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -26,12 +26,16 @@ import traceback
 import torch.multiprocessing as mp
 
 _pools: dict[int, "_Pool"] = {}
-
-
 STARTING = 240.0  # seconds for the start and imports of the ranks, in addition to the timeout of the first call
 
 
 def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs) -> list:
+    """Call function(rank, world_size, *args, **kwargs) on all ranks; return the results of ranks 0 to W-1.
+
+    Raises:
+        RuntimeError: the function failed on a rank; has its traceback.
+        TimeoutError: a rank did not answer within `timeout` seconds.
+    """
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
     return _pools[world_size].run(function, args, kwargs, timeout)

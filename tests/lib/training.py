@@ -48,7 +48,7 @@ def new_trainer(config: TrainConfig, device: str = "cpu"):
 
 
 class Killed(Exception):
-    pass
+    """Ends a run abruptly."""
 
 
 def fit(rank, world_size, config: TrainConfig, die_after: int | None = None, *, draws: bool = False):
@@ -80,7 +80,8 @@ def run_losses(world_size, *arguments, **options) -> list[float]:
     return [losses[step] for step in sorted(losses)]
 
 
-def refusal(rank, world_size, config):
+def refusal(rank, world_size, config) -> str | None:
+    """Train and return the message of the ValueError that ended it, or None."""
     return refused(fit, rank, world_size, config)
 
 
