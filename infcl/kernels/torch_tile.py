@@ -75,7 +75,7 @@ def softmax_forward(
             matched[chunk.pairs] = chunk.diagonal_of(logits)
             chunk.diagonal_of(logits).fill_(-math.inf)
         if groups is not None:
-            logits.masked_fill_(chunk.coinciding(groups), -math.inf)
+            logits.masked_fill_(chunk.sharing_an_id(groups), -math.inf)
         part = row_lse[chunk.rows]
         torch.logaddexp(part, logits.logsumexp(1), out=part)
         part = col_lse[chunk.columns]
@@ -104,7 +104,7 @@ def softmax_backward(
 
     Args:
         rows, columns, scale, masked, workspace_bytes: as in `softmax_forward`.
-        row_lse, col_lse: LSE of the whole batch, [r] and [c]. Without col_lse the loss is that of the rows only:
+        row_lse, col_lse: LSE of the full batch, [r] and [c]. Without col_lse the loss is that of the rows only:
             dS = exp(logits - row_lse[:, None]).
         d_rows, d_columns, d_scale: accumulators, float32 or wider, updated in place; None skips one.
         groups: entries to exclude, or positives, whose dS is reduced as in Groups.
@@ -150,7 +150,7 @@ def sigmoid_gradients(
         cosines = chunk.row_features @ chunk.column_features.T
         logits = cosines * scale + bias
         if groups is not None:
-            same = chunk.coinciding(groups)
+            same = chunk.sharing_an_id(groups)
             logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
         if masked:
             chunk.diagonal_of(logits).fill_(-math.inf)
@@ -205,7 +205,7 @@ class _Chunk(NamedTuple):
         i, j, count = self.pairs.start - self.rows.start, self.pairs.start - self.columns.start, self.pairs
         return matrix[i : i + count.stop - count.start, j : j + count.stop - count.start].diagonal()
 
-    def coinciding(self, groups: Groups) -> Tensor:
+    def sharing_an_id(self, groups: Groups) -> Tensor:
         """Return bool [height, width]: whether row and column share an id."""
         same = torch.zeros((), dtype=torch.bool, device=self.row_features.device)
         for row_ids, column_ids in zip(groups.rows, groups.columns):
@@ -214,15 +214,15 @@ class _Chunk(NamedTuple):
 
     def correct(self, d_logits: Tensor, groups: Groups) -> None:
         """Set dS to 0 at the entries of `groups`, or subtract their weights if they are positives."""
-        same = self.coinciding(groups)
+        same = self.sharing_an_id(groups)
         if not groups.positive:
             d_logits.masked_fill_(same, 0)
             return
         assert groups.row_weights is not None, "positives have weights"
-        due = groups.row_weights[self.rows, None]
+        weights = groups.row_weights[self.rows, None]
         if groups.column_weights is not None:
-            due = (due + groups.column_weights[self.columns]) / 2
-        d_logits -= due * same
+            weights = (weights + groups.column_weights[self.columns]) / 2
+        d_logits -= weights * same
 
     def accumulate(
         self,

@@ -76,12 +76,12 @@ def chunk_shape(num_rows: int, num_columns: int, dim: int, elements: int, proces
         return triton.cdiv(num_rows, height) * triton.cdiv(num_columns, width) * chunk
 
     side = max(1, math.isqrt(elements))
-    heights, widths = _even_pieces(num_rows, side, _HEIGHT), _even_pieces(num_columns, side, _WIDTH)
+    heights, widths = _even_sizes(num_rows, side, _HEIGHT), _even_sizes(num_columns, side, _WIDTH)
     shapes = [(height, width) for height in heights for width in widths if height * width <= elements]
     return min(shapes, key=cost, default=(_HEIGHT, _WIDTH))
 
 
-def _even_pieces(length: int, side: int, multiple: int) -> list[int]:
-    """Return sizes between 2/3 and 3/2 of `side` that cut a length into equal pieces, rounded up to a multiple."""
+def _even_sizes(length: int, side: int, multiple: int) -> list[int]:
+    """Return sizes between 2/3 and 3/2 of `side` that cut a length into equal parts, rounded up to a multiple."""
     fewest, most = triton.cdiv(2 * length, 3 * side), triton.cdiv(3 * length, 2 * side)
-    return sorted({triton.cdiv(triton.cdiv(length, pieces), multiple) * multiple for pieces in range(fewest, most + 1)})
+    return sorted({triton.cdiv(triton.cdiv(length, parts), multiple) * multiple for parts in range(fewest, most + 1)})

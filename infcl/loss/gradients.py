@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infcl.loss.ring import RingExchange
 
-_PIECE = 16384  # rows per [rows, D] float32 temporary
+_CHUNK = 16384  # rows per [rows, D] float32 temporary
 
 
 def ring_gradients(
@@ -73,8 +73,8 @@ def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequ
 
 def _inner_product(features: Tensor, gradient: Tensor) -> Tensor:
     """Return `(features * gradient).sum()` in the gradient's dtype, 0-dim, without a [b, D] temporary."""
-    pieces = zip(features.split(_PIECE), gradient.split(_PIECE))
-    total, *others = [(a * b).sum() for a, b in pieces]
+    chunks = zip(features.split(_CHUNK), gradient.split(_CHUNK))
+    total, *others = [(a * b).sum() for a, b in chunks]
     for part in others:
         total += part
     return total
@@ -83,8 +83,8 @@ def _inner_product(features: Tensor, gradient: Tensor) -> Tensor:
 def row_products(left: Tensor, right: Tensor) -> Tensor:
     """Return `(left * right).sum(1)`, [b], in float32 or wider, without a [b, D] temporary."""
     wide = torch.promote_types(left.dtype, torch.float32)
-    pieces = zip(left.split(_PIECE), right.split(_PIECE))
-    return torch.cat([torch.mul(a.to(wide), b).sum(1) for a, b in pieces])
+    chunks = zip(left.split(_CHUNK), right.split(_CHUNK))
+    return torch.cat([torch.mul(a.to(wide), b).sum(1) for a, b in chunks])
 
 
 def _of_matched(rows: Tensor, partners: Tensor, slopes: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
@@ -94,15 +94,15 @@ def _of_matched(rows: Tensor, partners: Tensor, slopes: Tensor, need: bool) -> t
     return d_rows if need else None, _inner_product(rows, d_rows)
 
 
-def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Compute `total.index_add_(0, places, rows)` in a fixed order, also for repeated places.
+def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Compute `total.index_add_(0, indices, rows)` in a fixed order, also for repeated indices.
 
     On a GPU index_add_ uses atomics, while index_put_ sorts. On a CPU it is index_put_ whose threads change the order.
     """
     if total.is_cuda:
-        total.index_put_((places,), rows, accumulate=True)
+        total.index_put_((indices,), rows, accumulate=True)
     else:
-        total.index_add_(0, places, rows)
+        total.index_add_(0, indices, rows)
 
 
 def _set_to_matched(gradient: Tensor, slopes: Tensor, partners: Tensor) -> None:

@@ -140,11 +140,11 @@ def ring_forward(
     totals: tuple[Tensor, Tensor] | None = None  # number of positives of each row, sum of their cosines
     for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
         groups = None if duplicates is None else duplicates.groups(*ids)
-        left_out = None if groups is None or groups.positive else groups
-        if hop == 0 and matches is not None and left_out is None:
-            left_out = _entries_of(matches, len(columns))
+        excluded = None if groups is None or groups.positive else groups
+        if hop == 0 and matches is not None and excluded is None:
+            excluded = _entries_of(matches, len(columns))
         row_part, column_part, own_matched = tile.softmax_forward(
-            rows, block, scale, masked=hop == 0 and matches is None, workspace_bytes=workspace_bytes, groups=left_out
+            rows, block, scale, masked=hop == 0 and matches is None, workspace_bytes=workspace_bytes, groups=excluded
         )
         if hop == 0:
             row_others = row_part

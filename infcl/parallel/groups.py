@@ -25,7 +25,7 @@ from infcl.parallel.environment import (
 from infcl.parallel.heartbeat import Heartbeat
 from infcl.parallel.host_limits import core_quota
 from infcl.parallel.network import use_interface
-from infcl.parallel.rendezvous import Node, meet, open_store
+from infcl.parallel.rendezvous import Node, join_all, open_store
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def init_parallel(
         store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)
         own = {**settings, "device": target.type}
         uuid = str(torch.cuda.get_device_properties(target).uuid) if target.type == "cuda" else None
-        nodes = meet(store, rank, local_rank, world_size, timeout=timeout, settings=own, gpu=uuid)
+        nodes = join_all(store, rank, local_rank, world_size, timeout=timeout, settings=own, gpu=uuid)
         _share_cores(next(node.num_ranks for node in nodes if rank < node.first_rank + node.num_ranks), bound=bound)
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}

@@ -1,8 +1,7 @@
 """Rendezvous: before the process group starts, all ranks exchange their host, software and settings through a store.
 
-`open_store` listens on a single address if it can. `meet` waits for all ranks and reports those that have not joined.
-It rejects nodes that differ in software or settings, and ranks that share a GPU. It also works if the nodes have
-different versions of torch.
+`open_store` listens on a single address if it can. `join_all` waits for all ranks and reports missing ones. It rejects
+nodes that differ in software or settings, and ranks that share a GPU. The nodes may have different versions of torch.
 """
 
 import errno
@@ -100,7 +99,7 @@ def _require_own(store: dist.Store, run: str, rank: int, where: str, timeout: ti
         )
 
 
-def meet(
+def join_all(
     store: dist.Store,
     rank: int,
     local_rank: int,

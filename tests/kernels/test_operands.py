@@ -55,20 +55,20 @@ def test_operands_of_other_types_are_not_rounded():
 def test_tf32_products_bias_no_gradient(name):
     """The scale's is 1.4e-3 off where operands are cut off; rounded ones leave what the features lose by chance."""
     case = Case(name, 1024, 768, 50.0, bias=-5.0, workspace_bytes=2**24)
-    truth, result = oracle(case), evaluate(case, tile_dtype="tf32")
-    assert relative_error(result.loss, truth.loss) < 1e-5
-    assert relative_error(result.d_scale, truth.d_scale) < 2e-5
+    reference, result = oracle(case), evaluate(case, tile_dtype="tf32")
+    assert relative_error(result.loss, reference.loss) < 1e-5
+    assert relative_error(result.d_scale, reference.d_scale) < 2e-5
     for field in ("d_images", "d_texts"):
-        assert 1e-5 < relative_error(getattr(result, field), getattr(truth, field)) < 1e-3
+        assert 1e-5 < relative_error(getattr(result, field), getattr(reference, field)) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["random", "training", "apart"])
 def test_tf32_products_are_those_of_the_rounded_features(kind):
     case = Case("inf_cl", 512, 768, 100.0, kind, workspace_bytes=2**24)
-    truth, result = oracle(case, rounded_to_tf32), evaluate(case, tile_dtype="tf32")
-    assert relative_error(result.loss, truth.loss, floor=1e-3) < 1e-5
+    reference, result = oracle(case, rounded_to_tf32), evaluate(case, tile_dtype="tf32")
+    assert relative_error(result.loss, reference.loss, floor=1e-3) < 1e-5
     for field in ("d_images", "d_texts", "d_scale"):
-        assert relative_error(getattr(result, field), getattr(truth, field)) < 1e-4
+        assert relative_error(getattr(result, field), getattr(reference, field)) < 1e-4
 
 
 def test_all_tiled_losses_round():

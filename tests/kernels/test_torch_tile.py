@@ -92,7 +92,7 @@ def test_nothing_larger_than_features_or_workspace_is_made():
         assert largest.elements <= max(rows * 16, 32 * 32)
 
 
-def test_tile_keeps_the_features_precision_unless_told_otherwise():
+def test_a_tile_keeps_the_features_precision_by_default():
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         assert select_tile(torch.zeros(2, 2, dtype=dtype)).operand_dtype == dtype
     assert select_tile(torch.zeros(2, 2), tile_dtype="bf16").operand_dtype == torch.bfloat16
@@ -111,7 +111,7 @@ def test_the_loss_works_where_only_torch_is_installed():
     assert run.returncode == 0, run.stderr
 
 
-def test_features_on_another_gpu_than_the_current_one_are_refused_for_the_triton_tile():
+def test_the_triton_tile_rejects_features_on_another_gpu_than_the_current_one():
     features = mock.Mock(spec=torch.Tensor, is_cuda=True, dtype=torch.bfloat16, device="cuda:1", get_device=lambda: 1)
     with mock.patch("torch.cuda.current_device", return_value=0), pytest.raises(ValueError, match="cuda:1.*cuda:0"):
         select_tile(features)

@@ -338,15 +338,6 @@ def test_a_captured_graph_replays_the_step():
 
 
 @pytest.mark.gpu
-def test_tf32_tiles_are_selected_by_name_only():
-    case = Case("inf_cl", 1000, 256, 50.0)
-    truth = oracle(case)
-    exact, tf32 = (evaluate(case, device="cuda", tile_dtype=t, workspace_bytes=2**28) for t in (None, "tf32"))
-    assert relative_error(exact.d_images, truth.d_images) < 1e-5
-    assert 1e-5 < relative_error(tf32.d_images, truth.d_images) < 1e-2
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "scale"), [("random", 50.0), ("training", 100.0)])
 @pytest.mark.parametrize("name", ["inf_cl", "siglip"])
 def test_tf32_products_bias_no_gradient_on_a_gpu(name, kind, scale):

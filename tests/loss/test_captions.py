@@ -86,7 +86,7 @@ def test_one_caption_without_hard_negatives_is_inf_cl():
         )
 
 
-def test_texts_that_are_not_so_many_of_each_image_are_refused():
+def test_a_wrong_number_of_texts_per_image_is_rejected():
     images, texts, _ = _global_batch((4, 3, 0, 24, 1.0, ""), 1)
     with pytest.raises(ValueError, match="11 texts are not 2 or more of each of 4 images"):
         captions_loss(images, texts[:11], 1.0, captions=2)

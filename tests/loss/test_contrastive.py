@@ -82,7 +82,7 @@ def _fixed_shape(rank, world_size, name):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_fixed_shape_is_compared_once_and_refused_with_the_numbers_when_it_changes(world_size, name):
+def test_a_fixed_shape_is_compared_once_and_a_change_is_rejected_with_the_numbers(world_size, name):
     results = run_ranks(_fixed_shape, world_size, name)
     for unequal, losses, compared, _ in results:
         assert str([4, 5, 6][:world_size]) in unequal
@@ -113,7 +113,7 @@ def _comparisons(rank, world_size):
     return found
 
 
-def test_every_tiled_loss_leaves_the_comparison_of_ranks_out_where_it_is_told_to():
+def test_no_tiled_loss_compares_ranks_with_compare_ranks_false():
     for found in run_ranks(_comparisons, 2):
         assert found == dict.fromkeys(LIBRARY, (1, 0, True))
 
@@ -192,6 +192,6 @@ def test_many_queries_of_one_document_are_summed_in_a_fixed_order():
     assert all(torch.equal(total, sums[0]) for total in sums)
 
 
-def test_an_unknown_loss_is_refused_with_the_names():
+def test_an_unknown_loss_is_rejected_with_the_names():
     with pytest.raises(ValueError, match="'clippy'.*inf_cl.*siglip"):
         ContrastiveLoss("clippy")

@@ -19,17 +19,17 @@ def test_dense_losses_average_to_the_float64_loss(world_size):
     else:
         results = [averaged(list(r)) for r in zip(*run_ranks(evaluate_on_rank, world_size, cases, {}))]
     for case, result in zip(cases, results):
-        truth = oracle(case)
+        reference = oracle(case)
         for name in ("loss", "d_images", "d_texts", "d_scale"):
-            assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
+            assert relative_error(getattr(result, name), getattr(reference, name)) < 1e-5, (case, name)
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_losses_return_gradients_in_the_features_dtype(name):
     result = evaluate(Case(name, 16, 32, 10.0, dtype=torch.bfloat16))
     assert result.loss.dtype == torch.float32 and result.d_images.dtype == torch.bfloat16
-    truth = oracle(Case(name, 16, 32, 10.0, dtype=torch.bfloat16))
-    assert relative_error(result.d_images, truth.d_images) < 5e-2
+    reference = oracle(Case(name, 16, 32, 10.0, dtype=torch.bfloat16))
+    assert relative_error(result.d_images, reference.d_images) < 5e-2
 
 
 def _warnings_of(rank, world_size, cases):

@@ -60,7 +60,7 @@ def test_a_ddp_loop_trains_as_one_process_on_the_whole_batch():
             assert relative_error(weights[name], value.detach()) < 1e-5, name
 
 
-def test_its_arguments_stand_where_open_clips_do():
+def test_its_arguments_are_in_open_clips_order():
     theirs = import_open_clip().ClipLoss
     for function in ("__init__", "forward"):
         ours, expected = (inspect.signature(getattr(cls, function)).parameters for cls in (InfCLLoss, theirs))
@@ -93,7 +93,7 @@ def test_options_are_those_of_the_ring(module):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_siglip_stands_where_open_clips_does(world_size):
+def test_siglip_replaces_open_clips(world_size):
     """Its arguments; its loss and, averaged over ranks as data parallelism does, its gradients."""
     theirs, ours = import_open_clip().loss.SigLipLoss, SigLipLoss
     for function, names in (("__init__", ["self", "cache_labels", "rank", "world_size", "dist_impl"]), ("forward", [])):
@@ -102,9 +102,9 @@ def test_siglip_stands_where_open_clips_does(world_size):
         assert positional == list(expected)[: len(positional)] and (not names or positional == names)
     runs = run_ranks(_siglip, 2) if world_size == 2 else [_siglip(0, 1)]
     everything = _siglip_features()
-    truth = theirs()(*everything, output_dict=True)["contrastive_loss"]
-    expected = torch.autograd.grad(truth, everything)
-    assert relative_error(sum(loss for loss, _ in runs) / world_size, truth.detach()) < 1e-6
+    reference = theirs()(*everything, output_dict=True)["contrastive_loss"]
+    expected = torch.autograd.grad(reference, everything)
+    assert relative_error(sum(loss for loss, _ in runs) / world_size, reference.detach()) < 1e-6
     for k, gradient in enumerate(expected):
         parts = [gradients[k] for _, gradients in runs]
         mean = (torch.cat(parts) if gradient.ndim else sum(parts)) / world_size
@@ -142,14 +142,14 @@ def _refusals(rank, world_size):
     return messages
 
 
-def test_contradictory_arguments_are_refused_with_the_numbers():
+def test_contradictory_arguments_are_rejected_with_the_numbers():
     for rank, messages in enumerate(run_ranks(_refusals, 2)):
         assert all("world_size 2 with gather_with_grad=False" in message for message in messages[:2])
         assert f"rank {1 - rank}, world_size 2: the process group says {rank}, 2" in messages[2]
         assert f"rank {rank}, world_size 4: the process group says {rank}, 2" in messages[3]
 
 
-def test_arguments_without_a_process_group_are_refused():
+def test_arguments_without_a_process_group_are_rejected():
     with pytest.raises(ValueError, match="rank 0, world_size 2: torch.distributed is not initialised"):
         InfCLLoss(gather_with_grad=True, world_size=2)
     with pytest.raises(ValueError, match="use_horovod"):

@@ -106,8 +106,8 @@ def test_losses_with_ids_equal_the_dense_float64_loss(world_size, options, name,
     per_rank = run_ranks(_evaluate, world_size, *arguments) if world_size > 1 else [_evaluate(0, 1, *arguments)]
     for case, results in zip(CASES, zip(*per_rank)):
         bound = 1e-11 if case.dtype == torch.float64 else 2e-5
-        for value, truth in zip(means_over_ranks(results), _oracle(name, case, world_size, mode)):
-            assert relative_error(value, truth, floor=0.1) < bound, (case, value, truth)
+        for value, reference in zip(means_over_ranks(results), _oracle(name, case, world_size, mode)):
+            assert relative_error(value, reference, floor=0.1) < bound, (case, value, reference)
 
 
 def _info_nce_batch(case, world_size):
@@ -160,8 +160,8 @@ def test_info_nce_with_document_ids_equals_the_dense_float64_loss(world_size, mo
     )
     for case, results in zip(CASES, zip(*per_rank)):
         bound = 1e-11 if case.dtype == torch.float64 else 2e-5
-        for value, truth in zip(means_over_ranks(results), _info_nce_oracle(case, world_size, mode)):
-            assert relative_error(value, truth, floor=0.1) < bound, (case, value, truth)
+        for value, reference in zip(means_over_ranks(results), _info_nce_oracle(case, world_size, mode)):
+            assert relative_error(value, reference, floor=0.1) < bound, (case, value, reference)
 
 
 def test_ids_that_do_not_fit_are_rejected_with_the_numbers():

@@ -1,14 +1,16 @@
 """The ring loss equals the dense float64 loss: value, feature gradients, logit_scale gradient."""
 
 import itertools
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.kernels import select_tile
-from infcl.loss.inf_cl import Kind, ring_backward, ring_forward
+from infcl.loss.inf_cl import Kind, cross_entropies, ring_backward, ring_forward
 from infcl.loss.ring import RingExchange
 from tests.lib.loss_oracle import FEATURES, Case, averaged, evaluate, evaluate_on_rank, features, oracle, relative_error
 from tests.lib.ranks import refused, run_ranks
@@ -30,10 +32,10 @@ def test_ring_loss_and_gradients_equal_the_dense_float64_loss(world_size):
     sizes = itertools.product((24, 100, 513, 640), (1.0, 14.3, 100.0))
     cases = [Case("inf_cl", rows, dim, scale) for dim, scale in sizes]
     for case, result in zip(cases, _over_ranks(cases, world_size)):
-        truth = oracle(case)
-        assert relative_error(result.loss, truth.loss) < 1e-5, case
+        reference = oracle(case)
+        assert relative_error(result.loss, reference.loss) < 1e-5, case
         for name in GRADIENTS:
-            assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
+            assert relative_error(getattr(result, name), getattr(reference, name)) < 1e-5, (case, name)
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2), (2, 4), (4, 2)])
@@ -42,9 +44,9 @@ def test_every_ring_gives_the_dense_float64_loss(nodes, ranks_per_node):
     cases = [Case(name, 5 * world_size, 24, 30.0, bias=-3.0) for name in ("inf_cl", "siglip")]
     options = {"ring": "two-level", "ranks_per_node": ranks_per_node}
     for case, result in zip(cases, _over_ranks(cases, world_size, **options)):
-        truth = oracle(case)
+        reference = oracle(case)
         for name in ("loss", *GRADIENTS):
-            assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
+            assert relative_error(getattr(result, name), getattr(reference, name)) < 1e-5, (case, name)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -56,15 +58,15 @@ def test_adversarial_features_stay_exact_and_finite(world_size, dtype):
     # float32 logits near 100 are known to 1e-5, and so are probabilities: an absolute error of the gradients.
     tolerance = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 6e-3}[dtype]
     for case, result in zip(cases, _over_ranks(cases, world_size)):
-        truth = oracle(case)
+        reference = oracle(case)
         assert result.loss >= 0, case
-        assert relative_error(result.loss, truth.loss, floor=1.0) < 3e-5, case
+        assert relative_error(result.loss, reference.loss, floor=1.0) < 3e-5, case
         for name, floor in (
             ("d_images", case.scale / rows**0.5),
             ("d_texts", case.scale / rows**0.5),
             ("d_scale", 1.0),
         ):
-            assert relative_error(getattr(result, name), getattr(truth, name), floor) < tolerance, (case, name)
+            assert relative_error(getattr(result, name), getattr(reference, name), floor) < tolerance, (case, name)
 
 
 def test_loss_and_gradients_are_finite_for_huge_norms():
@@ -86,37 +88,37 @@ def test_loss_of_perfect_matches_is_never_negative():
 
 
 def test_chunks_of_any_size_give_the_same_result():
-    truth = oracle(Case("inf_cl", 23, 24, 30.0))
+    reference = oracle(Case("inf_cl", 23, 24, 30.0))
     for workspace_bytes in (1, 100, 1000, 10**4, 10**9):
         result = evaluate(Case("inf_cl", 23, 24, 30.0, workspace_bytes=workspace_bytes))
-        assert relative_error(result.loss, truth.loss) < 1e-6
-        assert relative_error(result.d_texts, truth.d_texts) < 1e-5
+        assert relative_error(result.loss, reference.loss) < 1e-6
+        assert relative_error(result.d_texts, reference.d_texts) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["inf_cl", "siglip"])
 def test_a_side_without_gradient_leaves_the_others_exact(name):
     case = Case(name, 15, 24, 20.0, bias=-4.0)
-    truth = oracle(case)
+    reference = oracle(case)
     for need_images, need_texts in ((True, False), (False, True), (False, False)):
         images, texts = features(case.kind, case.rows, case.dim)
         images.requires_grad_(need_images), texts.requires_grad_(need_texts)
         scale = torch.tensor([case.scale], requires_grad=True)
         loss = inf_cl_loss(images, texts, scale) if name == "inf_cl" else siglip_loss(images, texts, scale, case.bias)
         loss.backward()
-        assert scale.grad.shape == (1,) and relative_error(scale.grad[0], truth.d_scale) < 1e-5
-        assert images.grad is None or relative_error(images.grad, truth.d_images) < 1e-5
-        assert texts.grad is None or relative_error(texts.grad, truth.d_texts) < 1e-5
+        assert scale.grad.shape == (1,) and relative_error(scale.grad[0], reference.d_scale) < 1e-5
+        assert images.grad is None or relative_error(images.grad, reference.d_images) < 1e-5
+        assert texts.grad is None or relative_error(texts.grad, reference.d_texts) < 1e-5
         assert (images.grad is not None, texts.grad is not None) == (need_images, need_texts)
 
 
 def test_upstream_gradient_multiplies_all_gradients():
     case = Case("inf_cl", 9, 24, 20.0)
-    truth = oracle(case)
+    reference = oracle(case)
     images, texts = (f.requires_grad_() for f in features(case.kind, case.rows, case.dim))
     scale = torch.tensor(case.scale, requires_grad=True)
     (1024 * InfCLLoss()(images, texts, scale)).backward()
-    for value, expected in ((images.grad, truth.d_images), (texts.grad, truth.d_texts), (scale.grad, truth.d_scale)):
-        assert relative_error(value, 1024 * expected) < 1e-5
+    for name, leaf in zip(GRADIENTS, (images, texts, scale)):
+        assert relative_error(leaf.grad, 1024 * getattr(reference, name)) < 1e-5
 
 
 def test_ring_functions_need_no_autograd():
@@ -136,13 +138,13 @@ def test_ring_functions_need_no_autograd():
 
 
 @pytest.mark.parametrize("name, kind", [("inf_cl", "apart"), ("siglip", "aligned")])
-def test_what_is_left_where_pairs_are_told_apart_is_precise_too(name, kind):
+def test_the_loss_of_separated_pairs_is_precise(name, kind):
     """Relative to the tiny loss and gradients themselves, which a float32 LSE less the matched logit would not give."""
     case = Case(name, 40, 256, 100.0, kind, bias=-45.0)
-    truth, result = oracle(case), evaluate(case)
-    assert 0 < truth.loss < 1e-4
+    reference, result = oracle(case), evaluate(case)
+    assert 0 < reference.loss < 1e-4
     for field in ("loss", "d_images", "d_texts", "d_scale"):
-        assert relative_error(getattr(result, field), getattr(truth, field)) < 1e-3, field
+        assert relative_error(getattr(result, field), getattr(reference, field)) < 1e-3, field
 
 
 def test_a_feature_that_is_not_finite_is_seen_in_the_loss():
@@ -177,9 +179,9 @@ def test_double_backward_says_that_it_is_not_supported():
 
 def test_low_precision_tiles_return_float32_gradients_for_float32_features():
     case = Case("inf_cl", 33, 64, 20.0)
-    truth, result = oracle(case), evaluate(case, tile_dtype="bf16")
+    reference, result = oracle(case), evaluate(case, tile_dtype="bf16")
     assert result.d_images.dtype == torch.float32
-    assert 1e-5 < relative_error(result.d_images, truth.d_images) < 2e-2
+    assert 1e-5 < relative_error(result.d_images, reference.d_images) < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -191,12 +193,12 @@ def test_low_precision_tiles_return_float32_gradients_for_float32_features():
         (((8,), (8,)), r"\(8,\)"),
     ],
 )
-def test_wrong_shapes_are_refused_with_the_shapes(shapes, pattern):
+def test_wrong_shapes_are_rejected_with_the_shapes(shapes, pattern):
     with pytest.raises(ValueError, match=pattern):
         inf_cl_loss(torch.zeros(shapes[0]), torch.zeros(shapes[1]), 1.0)
 
 
-def test_wrong_options_are_refused_by_name():
+def test_wrong_options_are_rejected_by_name():
     images, texts = features("random", 5, 24)
     with pytest.raises(ValueError, match="unknown tile 'cuda'"):
         inf_cl_loss(images, texts, 1.0, tile="cuda")
@@ -217,7 +219,7 @@ def test_wrong_options_are_refused_by_name():
 
 
 @pytest.mark.parametrize("scale", [1.6e6, float("inf"), float("nan")])
-def test_a_number_that_no_scale_can_be_is_refused(scale):
+def test_an_impossible_scale_is_rejected(scale):
     """exp of what is the scale already. A tensor is not read: the host would wait for the GPU."""
     images, texts = features("random", 5, 24)
     with pytest.raises(ValueError, match="expected"):
@@ -234,7 +236,7 @@ def _unequal_ranks(rank, world_size):
     return messages
 
 
-def test_unequal_rows_and_dtypes_are_refused_on_every_rank():
+def test_unequal_rows_and_dtypes_are_rejected_on_every_rank():
     for rows, dtypes, halves in run_ranks(_unequal_ranks, 3):
         assert "number of rows" in rows and "[4, 5, 6]" in rows
         assert "same dtype" in dtypes and "['torch.float32', 'torch.float64', 'torch.float32']" in dtypes
@@ -253,7 +255,7 @@ def _unequal_wishes(rank, world_size):
     return {name: refused(loss) for name, loss in losses.items()}
 
 
-def test_a_gradient_that_not_all_ranks_want_is_refused_on_every_rank():
+def test_a_gradient_that_not_all_ranks_need_is_rejected_on_every_rank():
     """Gradients of columns travel: ranks that send them would wait for one that does not."""
     for messages in run_ranks(_unequal_wishes, 3):
         for name, message in messages.items():
@@ -267,3 +269,19 @@ def _missing_group(rank, world_size):
 def test_the_loss_is_never_silently_local():
     for message in run_ranks(_missing_group, 2):
         assert "pass group=" in message
+
+
+def test_cross_entropies_of_separated_pairs_are_precise():
+    others = torch.tensor([-math.inf, 3.0, 10.0, 31.0, 95.0, 1e30, -1e30])
+    matched = torch.tensor([5.0, 3.5, 30.0, 30.0, 30.0, 1e30, 1e30])
+    losses = cross_entropies(others, matched)
+    difference = (others.double() - matched.double()).clamp_min(-1e4)
+    torch.testing.assert_close(losses.double(), F.softplus(difference, threshold=100))
+    torch.testing.assert_close(torch.expm1(-losses).double(), -difference.sigmoid())
+    assert not losses.signbit().any()
+
+
+def test_a_matched_logit_that_is_not_finite_is_not_hidden():
+    others = torch.tensor([[-math.inf, 3.0, math.inf, 3.0], [2.0, math.inf, 3.0, math.nan]])
+    assert cross_entropies(others, torch.full((4,), math.inf)).isnan().all()
+    assert cross_entropies(others, torch.full((4,), math.nan)).isnan().all()

@@ -24,7 +24,7 @@ def test_info_nce_is_exact_over_a_two_level_ring():
     assert_equal(run_ranks(evaluate, 4, INFO_NCE, ring="two-level", ranks_per_node=2), INFO_NCE, TOLERANCE)
 
 
-def test_what_is_left_where_documents_are_told_apart_is_precise_too():
+def test_the_loss_of_separated_documents_is_precise():
     queries, documents = features("apart", 40, 256)
     positives = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     documents = documents[positives.argsort()]
@@ -54,7 +54,7 @@ def test_products_of_another_width_than_the_features(dtype, tile_dtype):
         assert relative_error(value, expected, floor=0.1) < 1e-5
 
 
-def test_wrong_positives_are_refused_with_the_numbers():
+def test_wrong_positives_are_rejected_with_the_numbers():
     queries, documents = torch.ones(2, 8), torch.ones(3, 8)
     with pytest.raises(ValueError, match=r"1\.\.3; this rank's documents are 0\.\.2"):
         info_nce_loss(queries, documents, torch.tensor([1, 3]), 1.0)
@@ -71,7 +71,7 @@ def _one_misplaced(rank, world_size):
     return refused(info_nce_loss, torch.ones(2, 8), torch.ones(3, 8), positives, 1.0, group=dist.group.WORLD)
 
 
-def test_a_positive_outside_on_one_rank_is_refused_on_every_rank():
+def test_a_positive_out_of_range_on_one_rank_is_rejected_on_every_rank():
     for rank, message in enumerate(run_ranks(_one_misplaced, 3)):
         assert "validity of inputs on every rank; ranks 0.. have [1, 0, 1]" in message
         assert ("positives are in 0..3; this rank's documents are 0..2" in message) == (rank == 1)

@@ -65,14 +65,14 @@ def _on_all_gpus(function, ring: str, folder) -> list:
 def test_losses_over_nccl_average_to_the_float64_loss(ring, tmp_path):
     per_rank = _on_all_gpus(_evaluate_on_gpu, ring, tmp_path)
     for case, *results in zip(CASES, *per_rank):
-        truth, result = oracle(case), averaged(results)
+        reference, result = oracle(case), averaged(results)
         exact = case.dtype == torch.float32
         tiled = case.name in ("inf_cl", "siglip")
-        assert relative_error(result.loss, truth.loss) < (1e-5 if exact or tiled else 1e-2), case
+        assert relative_error(result.loss, reference.loss) < (1e-5 if exact or tiled else 1e-2), case
         for i, field in enumerate(("d_images", "d_texts")):
             tolerance = 2e-5 if exact else 5e-3 if tiled else 5e-2
-            assert relative_error(result[1 + i], truth[1 + i]) < tolerance, (case, field)
-        assert relative_error(result.d_scale, truth.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
+            assert relative_error(result[1 + i], reference[1 + i]) < tolerance, (case, field)
+        assert relative_error(result.d_scale, reference.d_scale, floor=1e-2) < (1e-4 if exact else 1e-2), case
 
 
 PairCase = pair_losses.Case

@@ -15,7 +15,7 @@ def test_views_over_the_ring_give_the_dense_float64_loss(world_size):
     assert_equal(per_rank, NT_XENT, TOLERANCE)
 
 
-def test_what_is_left_where_views_are_told_apart_is_precise_too():
+def test_the_loss_of_separated_views_is_precise():
     case = Case(20, None, 256, 100.0, "apart")
     (result,), exact = evaluate(0, 1, [case]), reference(case, 1)
     assert 0 < exact[0] < 1e-4

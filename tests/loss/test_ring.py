@@ -131,7 +131,7 @@ def test_auto_makes_laps_of_nodes_where_the_group_fills_them_evenly(ranks, ranks
     assert lap_length(list(ranks), ring="auto", ranks_per_node=ranks_per_node) == lap
 
 
-def test_a_two_level_ring_that_cannot_be_is_refused_with_the_numbers():
+def test_an_impossible_two_level_ring_is_rejected_with_the_numbers():
     with pytest.raises(ValueError, match=r"4 ranks per node .* \[0, 1, 2, 3, 4, 5\] are on nodes \[0, 0, 0, 0, 1, 1\]"):
         lap_length(list(range(6)), ring="two-level", ranks_per_node=4)
     with pytest.raises(ValueError, match="needs ranks_per_node"):
@@ -182,14 +182,14 @@ def _never_come(rank, world_size, comes_to, compare_ranks):
 
 
 @pytest.mark.parametrize("comes_to, phase", [(0, "forward"), (1, "backward")])
-def test_a_rank_that_never_comes_to_a_pass_of_the_loss_is_named(comes_to, phase):
+def test_a_rank_that_does_not_start_a_pass_of_the_loss_is_reported(comes_to, phase):
     answers = run_ranks(_never_come, 2, comes_to, False)
     assert answers[1] == "never came"
     assert answers[0][0] == phase
     assert "ring step 1 of 2: rank 0 could not pass" in answers[0][1] and "rank 1 (global ranks)" in answers[0][1]
 
 
-def test_a_rank_that_never_comes_to_the_comparison_is_told_as_one():
+def test_a_rank_that_does_not_join_the_comparison_is_reported():
     answers = run_ranks(_never_come, 2, 0, True)
     assert answers[0][0] == "forward"
     assert "inf_cl: rank 0 could not compare its rows, " in answers[0][1] and "of ranks [0, 1]" in answers[0][1]

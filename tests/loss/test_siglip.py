@@ -23,19 +23,19 @@ def test_ring_sigmoid_loss_equals_the_dense_float64_loss(world_size):
         for scale, bias in ((1.0, 0.0), (10.0, -10.0), (100.0, -5.0))
     ]
     for case, result in zip(cases, _over_ranks(cases, world_size)):
-        truth = oracle(case)
+        reference = oracle(case)
         for name in ("loss", *GRADIENTS):
-            assert relative_error(getattr(result, name), getattr(truth, name)) < 1e-5, (case, name)
+            assert relative_error(getattr(result, name), getattr(reference, name)) < 1e-5, (case, name)
 
 
 def test_adversarial_features_stay_exact_and_finite():
     for kind in FEATURES:
         for scale, bias in ((10.0, -10.0), (100.0, 20.0)):
             case = Case("siglip", 31, 40, scale, kind, torch.float64, bias)
-            result, truth = evaluate(case), oracle(case)
+            result, reference = evaluate(case), oracle(case)
             assert result.loss >= 0
             for name in ("loss", *GRADIENTS):
-                assert relative_error(getattr(result, name), getattr(truth, name), floor=1e-6) < 1e-9, (case, name)
+                assert relative_error(getattr(result, name), getattr(reference, name), floor=1e-6) < 1e-9, (case, name)
 
 
 def test_matched_pairs_far_on_the_right_side_have_a_small_positive_loss():

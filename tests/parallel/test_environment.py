@@ -44,7 +44,7 @@ require_hostfile()
 
 
 @pytest.mark.parametrize("given", [["-H", "hosts"], ["--hostfile=hosts"], ["--num_gpus", "2"]])
-def test_a_hostfile_that_is_not_there_is_refused(tmp_path, given):
+def test_a_missing_hostfile_is_rejected(tmp_path, given):
     """DeepSpeed warns, and would train on one host. Stand-ins for its runner, its launcher and a rank."""
     rank = [ASKS, "rank"]
     launcher = [STARTS, "deepspeed.launcher.launch", *rank]

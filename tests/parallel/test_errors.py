@@ -32,6 +32,6 @@ def reported(rank, world_size, makers):
 
 
 @pytest.mark.parametrize("makers", [(0, 1, 2), (1,)])
-def test_a_mistake_of_all_is_told_by_rank_0_and_that_of_one_by_itself(makers):
+def test_a_usage_error_of_all_ranks_is_reported_by_rank_0_and_that_of_one_rank_by_itself(makers):
     said = run_ranks(reported, 3, makers)
     assert [bool(text) for text in said] == [rank == makers[0] for rank in range(3)], said

@@ -35,7 +35,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(monkeyp
     assert device == torch.device("cuda", index) and said == {"LOCAL_RANK": str(index)}
 
 
-def test_deepspeed_is_told_the_gpu_of_a_rank_under_mpirun_too(monkeypatch):
+def test_deepspeed_reads_the_gpu_of_a_rank_under_mpirun_too(monkeypatch):
     """It asserts that both names say the same."""
     both = {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     assert chosen(monkeypatch, 2, 1, OMPI_COMM_WORLD_LOCAL_RANK="2")[1] == both
@@ -112,7 +112,7 @@ def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch, bound):
         monkeypatch.setenv(name, str(value))
     for name in ("require_hostfile", "open_store", "use_interface", "Heartbeat"):
         monkeypatch.setattr(groups, name, mock.Mock())
-    monkeypatch.setattr(groups, "meet", lambda *_, **__: nodes)
+    monkeypatch.setattr(groups, "join_all", lambda *_, **__: nodes)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", mock.Mock())
     monkeypatch.setattr(type(dist.group), "WORLD", mock.Mock())

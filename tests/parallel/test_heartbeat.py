@@ -27,38 +27,38 @@ class Ended(list):
         self.append(code)
 
 
-def watch_all(store, nodes, timeout=5.0):
+def start_all(store, nodes, timeout=5.0):
     ended = [Ended() for _ in nodes]
-    watches = [Heartbeat(store, nodes, node.first_rank, timeout=timeout, exit=end) for node, end in zip(nodes, ended)]
-    return watches, ended
+    beats = [Heartbeat(store, nodes, node.first_rank, timeout=timeout, exit=end) for node, end in zip(nodes, ended)]
+    return beats, ended
 
 
 NODES = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
 
 
-def test_a_silent_host_is_named_and_ends_the_run_on_the_others(store, capfd):
-    watches, ended = watch_all(store, NODES)
-    watches[2]._closed.set()  # its threads stop without a message
-    watches[0]._moved[2] = (0, time.monotonic() - 6)
+def test_a_silent_node_is_reported_and_ends_the_run_on_the_others(store, capfd):
+    beats, ended = start_all(store, NODES)
+    beats[2]._closed.set()  # its threads stop without a message
+    beats[0]._moved[2] = (0, time.monotonic() - 6)
     wait_until(lambda: ended[0] and ended[1], 60, "the run did not stop")
     assert ended == [[HOST_LOST], [HOST_LOST], []]
     said = capfd.readouterr().err
     assert "a: no heartbeat from c (ranks 4-5) for" in said and "b: no heartbeat from c (ranks 4-5)" in said
 
 
-def test_a_host_that_has_finished_is_not_missed(store):
-    watches, ended = watch_all(store, NODES, timeout=60)
-    watches[1].close()
-    watches[0].interval = 0.01  # how long it waits for others to read who is lost
+def test_a_finished_node_does_not_end_the_run(store):
+    beats, ended = start_all(store, NODES, timeout=60)
+    beats[1].close()
+    beats[0].interval = 0.01  # how long it waits for others to read who is lost
     for number, expected in ((1, []), (2, [HOST_LOST])):
-        watches[0]._moved[number] = (0, time.monotonic() - 61)
-        watches[0]._look()
+        beats[0]._moved[number] = (0, time.monotonic() - 61)
+        beats[0]._look()
         assert ended[0] == expected
-    for watch in watches:
-        watch.close()
+    for heartbeat in beats:
+        heartbeat.close()
 
 
-def test_a_host_that_cannot_reach_rank_0_ends_by_itself(capfd):
+def test_a_node_that_cannot_reach_rank_0_exits_by_itself(capfd):
     ended, store = Ended(), _Unreachable()
     Heartbeat(store, NODES, 2, timeout=1, exit=ended)
     wait_until(lambda: ended, 60, "the run did not stop")
@@ -68,7 +68,7 @@ def test_a_host_that_cannot_reach_rank_0_ends_by_itself(capfd):
 
 
 class _Unreachable:
-    """A store behind a pulled cable: nothing answers, nothing fails, until it is back."""
+    """A store without a network: nothing answers, nothing fails, until it is back."""
 
     def __init__(self):
         self.asked, self.back = threading.Event(), threading.Event()
@@ -82,32 +82,32 @@ class _Unreachable:
         raise dist.DistError("too late")
 
 
-def test_a_process_that_ends_waits_until_its_watch_has_come_back_from_a_slow_store():
+def test_a_process_exits_after_its_heartbeat_thread_has_returned_from_a_slow_store():
     """On a host with more ranks than cores two seconds were too few: it was aborted, after all it had to do."""
     store = _Unreachable()
-    watch = Heartbeat(store, NODES, 2, timeout=3, exit=Ended())
+    heartbeat = Heartbeat(store, NODES, 2, timeout=3, exit=Ended())
     assert store.asked.wait(10)
     threading.Timer(2.5, store.back.set).start()
-    watch._leave()
-    assert not any(thread.is_alive() for thread in watch.threads)
+    heartbeat._leave()
+    assert not any(thread.is_alive() for thread in heartbeat.threads)
 
 
-ENDS_WHILE_WATCHING = """
+EXITS_DURING_A_BEAT = """
 import sys, time
 import torch.distributed as dist
 from infcl.parallel.rendezvous import Node
 from infcl.parallel.heartbeat import Heartbeat
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-watches = [Heartbeat(store, [Node("here", 0, 1)], 0, timeout=5.0) for _ in range(24)]
-for watch in watches:
-    watch.interval = 1e-6  # the threads are in the store most of the time
+beats = [Heartbeat(store, [Node("here", 0, 1)], 0, timeout=5.0) for _ in range(24)]
+for heartbeat in beats:
+    heartbeat.interval = 1e-6  # the threads are in the store most of the time
 time.sleep(1.2)
 sys.exit(2)
 """
 
 
-def test_a_process_that_ends_while_it_watches_keeps_its_exit_code():
-    """A thread that came back from the store while the interpreter was taken down aborted the process (134)."""
-    result = subprocess.run([sys.executable, "-c", ENDS_WHILE_WATCHING], cwd=ROOT, capture_output=True, text=True)
+def test_a_process_with_heartbeat_threads_keeps_its_exit_code():
+    """A thread that came back from the store while the interpreter shut down aborted the process (134)."""
+    result = subprocess.run([sys.executable, "-c", EXITS_DURING_A_BEAT], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2, result.stderr

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from infcl.parallel import host_info, network, rendezvous
 from infcl.parallel.host_info import differences, software
 from infcl.parallel.network import interface_addresses, listen_address, use_interface
-from infcl.parallel.rendezvous import Node, meet, nodes_of, open_store
+from infcl.parallel.rendezvous import Node, join_all, nodes_of, open_store
 from tests.lib.ranks import free_port
 
 SHORT, LONG = timedelta(seconds=2), timedelta(seconds=60)  # for who does not come; for who does, on a busy machine
@@ -23,7 +23,7 @@ def store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
 
 
-def meet_all(
+def start_all(
     store, monkeypatch, ranks: list[tuple[str, dict]], ranks_per_node: int, timeout=LONG, settings=(), gpus=()
 ) -> list:
     """Every rank in a thread, on hosts of `ranks_per_node`; what each got or raised. ranks: (host, other software).
@@ -40,7 +40,7 @@ def meet_all(
         try:
             own = {"settings": settings[rank]} if settings else {}
             own |= {"gpu": gpus[rank]} if gpus else {}
-            results[rank] = meet(store.clone(), rank, rank % ranks_per_node, len(ranks), timeout=timeout, **own)
+            results[rank] = join_all(store.clone(), rank, rank % ranks_per_node, len(ranks), timeout=timeout, **own)
         except Exception as error:  # the tests look at what it is
             results[rank] = error
 
@@ -54,32 +54,32 @@ def meet_all(
 
 def test_all_ranks_learn_the_nodes_in_the_order_of_ranks(store, monkeypatch):
     nodes = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
-    assert meet_all(store, monkeypatch, [(host, {}) for host in "aabbcc"], 2) == [nodes] * 6
+    assert start_all(store, monkeypatch, [(host, {}) for host in "aabbcc"], 2) == [nodes] * 6
 
 
-def test_ranks_that_do_not_come_are_named_to_all_that_did(store, monkeypatch):
-    results = meet_all(store, monkeypatch, [("a", {}), ("a", {}), None, None, ("c", {}), None], 2, SHORT)
+def test_ranks_that_do_not_join_are_reported_to_all_that_did(store, monkeypatch):
+    results = start_all(store, monkeypatch, [("a", {}), ("a", {}), None, None, ("c", {}), None], 2, SHORT)
     for rank in (0, 1, 4):
         assert "ranks 2-3, 5 of 6 did not join within 2 s; joined: those on a, c" in str(results[rank])
 
 
-def test_who_is_waited_for_is_said_meanwhile(store, monkeypatch, capsys):
+def test_missing_ranks_are_reported_during_the_wait(store, monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
-    meet_all(store, monkeypatch, [("a", {}), ("a", {}), None, None], 2, SHORT)
+    start_all(store, monkeypatch, [("a", {}), ("a", {}), None, None], 2, SHORT)
     assert "waiting for ranks 2-3 of 4 for 0 s; joined: those on a\n" in capsys.readouterr().err
 
 
-def test_different_software_is_refused_with_who_has_what(store, monkeypatch):
+def test_different_software_is_rejected_with_the_versions_of_each_node(store, monkeypatch):
     ranks = [("a", {}), ("b", {"torch": "2.12.1"}), ("c", {})]
-    for error in meet_all(store, monkeypatch, ranks, 1):
+    for error in start_all(store, monkeypatch, ranks, 1):
         assert isinstance(error, ValueError)
         assert "torch: 2.13.0 on a (rank 0), c (rank 2); 2.12.1 on b (rank 1)" in str(error)
 
 
-def test_different_settings_are_refused_on_all_ranks_with_who_has_what(store, monkeypatch):
+def test_different_settings_are_rejected_on_all_ranks_with_the_values_of_each_node(store, monkeypatch):
     ranks = [("a", {}), ("a", {}), ("b", {}), ("b", {})]
     one, other = {"--lr": "1", "--deepspeed_config stage": "1"}, {"--lr": "1", "--deepspeed_config stage": "3"}
-    for error in meet_all(store, monkeypatch, ranks, 2, settings=[one, {}, other, {}]):
+    for error in start_all(store, monkeypatch, ranks, 2, settings=[one, {}, other, {}]):
         assert isinstance(error, ValueError)
         assert str(error) == (
             "the nodes were not given the same: --deepspeed_config stage: 1 on a (ranks 0-1); 3 on b (ranks 2-3)"
@@ -89,11 +89,11 @@ def test_different_settings_are_refused_on_all_ranks_with_who_has_what(store, mo
 def test_ranks_of_a_node_that_share_a_gpu_are_rejected_and_those_of_different_nodes_are_not(store, monkeypatch):
     """GPUs may have one name on two nodes only in made-up clusters, whose ranks share one on purpose."""
     hosts = [(host, {}) for host in "aabb"]
-    for error in meet_all(store, monkeypatch, hosts, 2, gpus=["GPU-1", "GPU-2", "GPU-3", "GPU-3"]):
+    for error in start_all(store, monkeypatch, hosts, 2, gpus=["GPU-1", "GPU-2", "GPU-3", "GPU-3"]):
         assert isinstance(error, ValueError)
         assert "ranks 2-3 on b have one GPU, GPU-3: start at most 1 per node" in str(error)
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
-    assert meet_all(other, monkeypatch, hosts, 2, gpus=["GPU-1", "GPU-2", "GPU-1", "GPU-2"])[0] == [
+    assert start_all(other, monkeypatch, hosts, 2, gpus=["GPU-1", "GPU-2", "GPU-1", "GPU-2"])[0] == [
         Node("a", 0, 2), Node("b", 2, 2),
     ]  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_the_store_of_one_host_listens_on_the_loopback_alone(monkeypatch, world_
 
 
 @pytest.mark.parametrize("listens", ["on the loopback", "everywhere"])
-def test_two_runs_on_one_port_do_not_meet_and_the_second_is_told(monkeypatch, listens):
+def test_the_second_of_two_runs_on_one_port_is_rejected(monkeypatch, listens):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -157,7 +157,7 @@ def test_two_runs_on_one_port_do_not_meet_and_the_second_is_told(monkeypatch, li
 
 
 @pytest.mark.parametrize("second", [("b", 2), ("a", 3)])
-def test_a_rank_that_meets_another_run_is_told_whose(monkeypatch, second):
+def test_a_rank_that_joins_another_run_reports_which(monkeypatch, second):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "0")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -200,7 +200,7 @@ def test_the_address_has_to_be_one_of_the_interface(monkeypatch):
         listen_address("10.9.0.1", "ib0")
 
 
-def test_an_unknown_interface_is_refused_with_those_that_there_are():
+def test_an_unknown_interface_is_rejected_with_the_available_ones():
     assert interface_addresses("lo")[0] == "127.0.0.1"
     with pytest.raises(ValueError, match="--interface eth9: no such interface .*available: .*lo"):
         interface_addresses("eth9")
@@ -209,5 +209,5 @@ def test_an_unknown_interface_is_refused_with_those_that_there_are():
 
 
 def test_what_ranks_say_is_plain_json(store, monkeypatch):
-    meet_all(store, monkeypatch, [("a", {})], 1)
+    start_all(store, monkeypatch, [("a", {})], 1)
     assert json.loads(store.get("all")) == {"ranks": [["a", 0]]}

@@ -89,7 +89,7 @@ def test_a_locked_image_tower_needs_no_pixels_in_the_second_pass():
 
 
 @pytest.mark.parametrize("kept", [0, 2, M])
-def test_pixels_that_are_not_kept_are_let_go(kept):
+def test_pixels_that_are_not_kept_are_freed(kept):
     """Besides the buffer of exactly `kept` micro-batches, at most two micro-batches' pixels are alive at a time."""
     alive: list[weakref.ref] = []
     most = 0
@@ -109,7 +109,7 @@ def test_pixels_that_are_not_kept_are_let_go(kept):
     assert most <= 2
 
 
-def test_pixels_that_come_back_changed_end_the_step():
+def test_changed_pixels_in_the_second_reading_end_the_step():
     pixels = cache(1)
     items = [decode(i) for i in (*range(M), *pixels.again)]
     items[-1]["images"][ROWS - 1, 2, SIDE - 1, SIDE - 1] ^= 1
@@ -198,7 +198,7 @@ def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
     assert losses["one"] == losses["all"] and losses["none"] == losses["all"]
 
 
-def test_a_cache_that_cannot_be_is_refused(demo_folder, tmp_path):
+def test_a_cache_too_small_for_a_streaming_reader_is_rejected(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, accum_freq=4, batch_size=16, dataset_type="streaming")
     config = dataclasses.replace(config, pixel_cache_gb="0", train_num_samples=512)
     assert "cannot read a step twice" in run_ranks(refusal, 1, config)[0]

@@ -188,7 +188,7 @@ def losses_with(demo_folder, logs, name, flags) -> list[float]:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_no_lever_changes_the_curve(demo_folder, tmp_path, option):
+def test_no_tuning_option_changes_the_curve(demo_folder, tmp_path, option):
     """Against eager fp32 parameters under bf16 autocast and torch's attention, over twelve steps."""
     expected = losses_with(demo_folder, tmp_path, "plain", ["--compile-blocks", "off", "--attention", "torch"])
     assert losses_with(demo_folder, tmp_path, "option", OPTIONS[option]) == pytest.approx(expected, rel=2e-2)
