@@ -20,19 +20,11 @@ import logging
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.manifest import (
-    CHECKPOINT_NAME,
-    MANIFEST,
-    DamagedCheckpoint,
-    check_file,
-    check_names,
-    read_manifest,
-)
+from infcl.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, DamagedCheckpoint, check_file, read_manifest
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.engine import Engine
 from infcl.engine.state import EMA
@@ -220,7 +212,8 @@ def newest_intact(run: str | Path) -> tuple[Path, dict]:
     for candidate in candidates:
         try:
             manifest = _read_manifest(candidate)
-            check_names(key for name in manifest["files"] for key in check_file(candidate, name, manifest))
+            for name in manifest["files"]:
+                check_file(candidate, name, manifest)
         except DamagedCheckpoint as damage:
             log.warning("checkpoint %s is skipped: %s", candidate, damage)
             continue
@@ -267,22 +260,16 @@ def _read_manifest(path: Path) -> dict:
 
 def _check_together(path: Path, parallel: Parallel) -> str | None:
     """Return what is wrong with a checkpoint, or None. Each rank checks its share of the files. Collective."""
-    problem, keys = None, []
+    problem = None
     try:
         manifest = _read_manifest(path)
         for name in sorted(manifest["files"])[parallel.rank :: parallel.world_size]:
-            keys += check_file(path, name, manifest)
+            check_file(path, name, manifest)
     except DamagedCheckpoint as damage:
         problem = str(damage)
-    answers: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(answers, (problem, keys))
-    try:
-        check_names(key for _, found in answers for key in found)
-    except DamagedCheckpoint as damage:
-        problem = str(damage)
-    else:
-        problem = None
-    return next((answer for answer, _ in answers if answer), problem)
+    problems: list[str | None] = [None] * parallel.world_size
+    dist.all_gather_object(problems, problem)
+    return next((found for found in problems if found), None)
 
 
 def _tensors(path: Path, manifest: dict) -> Iterator[tuple[str, torch.Tensor]]:

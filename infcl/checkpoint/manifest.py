@@ -1,15 +1,13 @@
 """The manifest of a checkpoint, infcl.json: its content, and the checks against damage.
 
-Format 3 has a checksum of the manifest itself. It also has a run and a step, which the metadata of each tensor file
-must repeat. Format 2 has neither: its manifests are checked by schema, and its files by size and checksum. A checksum
+The manifest has the size and SHA-256 of each tensor file. Format 3 adds a checksum of the manifest itself, so any
+change of a checkpoint is found. Manifests of format 2 have no checksum; their fields are checked by type. A checksum
 detects damaged and mixed-up files; it is not a signature.
 """
 
 import hashlib
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,25 @@ from infcl.checkpoint.run_folder import sha256, why_not_written
 MANIFEST = "infcl.json"
 FORMAT = 3  # version of infcl.json and the files it lists
 CHECKPOINT_NAME = re.compile(r"step_\d{8,}")
-_UNSEALED_FORMAT = 2
-_TENSOR_FILE = re.compile(r"state_[0-9]{5,}\.safetensors")
-_MISSING = object()
-_MAX_BYTES = 1 << 28  # limit of a manifest; tens of thousands of ranks need a few MB
+_FORMAT_WITHOUT_CHECKSUM = 2
+_NUMBER = (int, float)
+_FIELDS = {  # types, also of format 2
+    "files": (dict,),
+    "optimizer": (str,),
+    "world_size": (int,),
+    "counters": (dict,),
+    "counters.global_steps": (int,),
+    "counters.global_samples": (int,),
+    "counters.micro_steps": (int,),
+    "counters.skipped_steps": (int,),
+    "counters.optimizer_step": _NUMBER,
+    "trainer.step": (int,),
+    "trainer.samples_seen": (int,),
+    "trainer.skipped_steps": (int,),
+    "trainer.train_seconds": _NUMBER,
+    "trainer.loader.epoch": (int,),
+    "trainer.loader.step": (int,),
+}
 
 
 class DamagedCheckpoint(ValueError):
@@ -34,11 +47,6 @@ def sealed(manifest: dict) -> dict:
     return {**written, "sha256": _checksum(written)}
 
 
-def file_metadata(run: str, step: int) -> dict[str, str]:
-    """Return the metadata of a tensor file: the run that wrote it, and the step."""
-    return {"run": run, "step": str(step)}
-
-
 def read_manifest(path: Path) -> dict:
     """Read the manifest of a checkpoint folder and check it.
 
@@ -46,42 +54,29 @@ def read_manifest(path: Path) -> dict:
         FileNotFoundError: the folder has no manifest.
         DamagedCheckpoint: the manifest is damaged.
     """
-    if not (path / MANIFEST).is_file():
-        raise FileNotFoundError(path / MANIFEST)
+    file = path / MANIFEST
+    if not file.is_file():
+        raise FileNotFoundError(file)
     try:
-        if (path / MANIFEST).stat().st_size > _MAX_BYTES:
-            raise DamagedCheckpoint(f"{MANIFEST} has more than {_MAX_BYTES >> 20} MiB")
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        checksum = _checksum(manifest) if isinstance(manifest, dict) else None
+        manifest = json.loads(file.read_bytes())
+        problem = _problem(manifest)
     except OSError as error:
-        raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({why_not_written(error)})") from None
-    except DamagedCheckpoint:
-        raise
+        problem = f"cannot be read ({why_not_written(error)})"
     except (ValueError, RecursionError):
-        raise DamagedCheckpoint(f"{MANIFEST} is damaged") from None
-    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, _UNSEALED_FORMAT):
-        raise DamagedCheckpoint(f"{MANIFEST} is not of format {FORMAT} or {_UNSEALED_FORMAT}")
-    if (manifest["format"] == FORMAT or "sha256" in manifest) and manifest.get("sha256") != checksum:
-        raise DamagedCheckpoint(f"{MANIFEST} has another checksum than was written")
-    for name, is_right in (_SEALED_SCHEMA if manifest["format"] == FORMAT else _SCHEMA).items():
-        if not is_right(_at(manifest, name)):
-            raise DamagedCheckpoint(f"{MANIFEST} is damaged: {name} is missing or not what a checkpoint has there")
-    if len(manifest["files"]) != manifest["world_size"]:
-        raise DamagedCheckpoint(f"{MANIFEST} lists {len(manifest['files'])} files of {manifest['world_size']} ranks")
-    step = manifest["trainer"]["step"]
-    if CHECKPOINT_NAME.fullmatch(path.name) and int(path.name.removeprefix("step_")) != step:
-        raise DamagedCheckpoint(f"{MANIFEST} is of step {step}")
+        problem = "is damaged"
+    if problem is None and CHECKPOINT_NAME.fullmatch(path.name):
+        step = manifest["trainer"]["step"]
+        problem = None if path.name == f"step_{step:08d}" else f"is of step {step}"
+    if problem is not None:
+        raise DamagedCheckpoint(f"{MANIFEST} {problem}")
     return manifest
 
 
-def check_file(path: Path, name: str, manifest: dict) -> list[str]:
+def check_file(path: Path, name: str, manifest: dict) -> None:
     """Check a tensor file that the manifest lists.
 
-    Returns:
-        The names of its tensors.
-
     Raises:
-        DamagedCheckpoint: the file is missing or damaged.
+        DamagedCheckpoint: the file is missing or damaged, or is not in the checkpoint's folder.
     """
     expected, file = manifest["files"][name], path / name
     try:
@@ -90,115 +85,33 @@ def check_file(path: Path, name: str, manifest: dict) -> list[str]:
         if not file.is_file() or file.resolve().parent != path.resolve():
             raise DamagedCheckpoint(f"{name} is not a file of this folder")
         size = file.stat().st_size
-        if size != expected["bytes"]:
-            raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
-        if sha256(file) != expected["sha256"]:
+        if size != expected.get("bytes"):
+            raise DamagedCheckpoint(f"{name} has {size} bytes, {expected.get('bytes')} were written")
+        if sha256(file) != expected.get("sha256"):
             raise DamagedCheckpoint(f"{name} has another checksum than was written")
-        return _check_header(file, manifest)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise DamagedCheckpoint(f"{name} cannot be read ({why_not_written(error)})") from None
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise DamagedCheckpoint if two tensors of a checkpoint have the same name."""
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DamagedCheckpoint(f"{len(repeated)} tensors are in more than one file, {min(repeated)} first")
-
-
-# ---- helpers ----
+def _problem(manifest: Any) -> str | None:
+    """Return what is wrong with the content of a manifest, or None."""
+    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, _FORMAT_WITHOUT_CHECKSUM):
+        return f"is not of format {FORMAT} or {_FORMAT_WITHOUT_CHECKSUM}"
+    has_checksum = manifest["format"] == FORMAT or "sha256" in manifest
+    if has_checksum and manifest.get("sha256") != _checksum(manifest):
+        return "has another checksum than was written"
+    for name, types in _FIELDS.items():
+        value: Any = manifest
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if type(value) not in types:
+            return f"is damaged: {name} is missing or has another type"
+    files = manifest["files"]
+    if len(files) != manifest["world_size"] or not all(isinstance(about, dict) for about in files.values()):
+        return f"is damaged: it does not list the files of {manifest['world_size']} ranks"
+    return None
 
 
 def _checksum(manifest: dict) -> str:
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _check_header(file: Path, manifest: dict) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            names, about = list(tensors.keys()), tensors.metadata() or {}
-            dtypes = {name: tensors.get_slice(name).get_dtype() for name in names}
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{file.name} is no safetensors file ({error})") from None
-    if manifest["format"] == FORMAT:
-        expected = file_metadata(manifest["run"], manifest["trainer"]["step"])
-        if wrong := [key for key, value in expected.items() if about.get(key) != value]:
-            raise DamagedCheckpoint(
-                f"{file.name} is of {wrong[0]} {about.get(wrong[0])}, not of {wrong[0]} {expected[wrong[0]]}"
-            )
-    for name, dtype in dtypes.items():
-        if dtype != "F32":
-            raise DamagedCheckpoint(f"{file.name}: tensor {name} has dtype {dtype}, not F32")
-    return names
-
-
-def _at(manifest: dict, name: str) -> Any:
-    """Return the value at the path "a.b" of nested objects, or _MISSING."""
-    value: Any = manifest
-    for key in name.split("."):
-        value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
-    return value
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float(1 << 63)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _are_counters(counters: object) -> bool:
-    return isinstance(counters, dict) and all(_is_number(value) for value in counters.values())
-
-
-def _are_files(files: object) -> bool:
-    """Return whether every entry has a name that the writer uses (no path to another folder), a size and a checksum."""
-    return isinstance(files, dict) and bool(files) and all(map(_is_file_entry, files.items()))
-
-
-def _is_file_entry(item: tuple[str, object]) -> bool:
-    name, about = item
-    if not (_TENSOR_FILE.fullmatch(name) and isinstance(about, dict) and _is_count(about.get("bytes"))):
-        return False
-    return isinstance(about.get("sha256"), str) and re.fullmatch("[0-9a-f]{64}", about["sha256"]) is not None
-
-
-def _or_missing(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is _MISSING or is_right(value)
-
-
-def _are_graphs(graphs: object) -> bool:
-    """Return whether the value is what train/resident.py stores: {}, or the kept graphs and the batch sizes."""
-    if not isinstance(graphs, dict):
-        return False
-    of = graphs.get("of")
-    return not graphs or (_is_count(graphs.get("kept")) and isinstance(of, list) and all(map(_is_count, of)))
-
-
-_SCHEMA: dict[str, Callable[[object], bool]] = {
-    "files": _are_files,
-    "optimizer": _is_text,
-    "world_size": _is_count,
-    "counters": _are_counters,
-    "counters.global_steps": _is_count,
-    "counters.global_samples": _is_count,
-    "counters.micro_steps": _is_count,
-    "counters.skipped_steps": _is_count,
-    "counters.optimizer_step": _is_number,
-    "trainer.step": _is_count,
-    "trainer.samples_seen": _is_count,
-    "trainer.skipped_steps": _is_count,
-    "trainer.skipped_in_a_row": _or_missing(_is_count),
-    "trainer.train_seconds": _is_number,
-    "trainer.graphs": _or_missing(_are_graphs),
-    "trainer.loader.epoch": _is_count,
-    "trainer.loader.step": _is_count,
-}
-_SEALED_SCHEMA = {**_SCHEMA, "run": _is_text}

@@ -18,13 +18,11 @@ checkpoint intact. It leaves a partial folder, which the next checkpoint removes
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.checkpoint.load import PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
-from infcl.checkpoint.manifest import FORMAT, MANIFEST, file_metadata, sealed
+from infcl.checkpoint.manifest import FORMAT, MANIFEST, sealed
 from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, sync_folder, why_not_written, write_atomic
 from infcl.engine.engine import Engine
 from infcl.parallel import Parallel, from_first_rank, rank_and_host
@@ -54,7 +52,8 @@ class CheckpointWriter:
         failed: number of checkpoints that could not be written.
         failed_in_a_row: number of failures since `newest`.
         problem: reason of the last failure.
-        patience: seconds that a rank may continue to write after another has finished, and limit of rank 0's own work.
+        patience: seconds that a rank may continue to write after another has finished, and limit of rank 0's own work;
+            None: no limit.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class CheckpointWriter:
         *,
         keep_last: int,
         keep_every: int,
-        patience: float = math.inf,
+        patience: float | None = None,
     ):
         self.engine, self.run, self.parallel, self.patience = engine, run, parallel, patience
         self.keep = {"keep_last": keep_last, "keep_every": keep_every}
@@ -74,17 +73,17 @@ class CheckpointWriter:
         self.newest: Path | None = None
         self.begun_step: int | None = None
         self._damaged: set[str] = set()  # filled on rank 0 only
-        self._thread: threading.Thread | None = None
+        self._writing: Future[dict] | None = None  # size and checksum of this rank's file
 
     @property
     def pending(self) -> bool:
         """Whether a checkpoint was begun and is not published yet; the same on every rank."""
-        return self._thread is not None
+        return self._writing is not None
 
     @property
     def busy(self) -> bool:
         """Whether this rank is still writing."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._writing is not None and not self._writing.done()
 
     @property
     def hint(self) -> str:
@@ -126,10 +125,7 @@ class CheckpointWriter:
         }
         own = _own_tensors(self.engine, self.parallel)
         self._on_rank_0(self._remove_parts)
-        self._written: dict | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, args=(own, step), name="checkpoint")
-        self._thread.start()
+        self._writing = _in_thread(lambda: self._write(own, step))
 
     def publish(self) -> Path | None:
         """Wait until all ranks have written, and move the checkpoint into place. Collective.
@@ -141,19 +137,23 @@ class CheckpointWriter:
             FolderTaken: on all ranks, if another process has begun to train in the folder.
             StorageHangs: on all ranks, if some have not finished `patience` seconds after others.
         """
-        if self._thread is None:
+        if self._writing is None:
             return None
-        hangs = self._still_writes()
-        self._thread = None
-        if self._error is not None and not isinstance(self._error, OSError):
-            raise self._error
-        why = why_not_written(self._error) if self._error is not None else ""
+        hangs = self._still_writes(self._writing)
+        writing, self._writing = self._writing, None
+        written, problem = None, None
         if hangs:
-            why = f"still writes after {self.patience:.0f} s"
-        problem = f"{rank_and_host(self.parallel)}: {why}" if why else None
+            problem = f"still writes after {self.patience:.0f} s"
+        elif isinstance(error := writing.exception(), OSError):
+            problem = why_not_written(error)
+        else:
+            written = writing.result()
+        if problem:
+            problem = f"{rank_and_host(self.parallel)}: {problem}"
         answers: list = [None] * self.parallel.world_size
-        dist.all_gather_object(answers, (_file_name(self.parallel.rank), self._written, problem, hangs))
-        problems = _in_words([answer[2] for answer in answers if answer[2]])
+        dist.all_gather_object(answers, (_file_name(self.parallel.rank), written, problem, hangs))
+        found = [answer[2] for answer in answers if answer[2]]
+        problems = f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else "".join(found)
         if any(answer[3] for answer in answers):
             raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({problems}); {self.hint}")
         manifest = self._manifest | {"files": {name: written for name, written, *_ in answers}}
@@ -177,12 +177,31 @@ class CheckpointWriter:
         """
         if other := self.run.taken_by():
             return other, problem
-        problem = problem or _publish(self._partial, self._final, manifest, self.run) or ""
+        if not problem:
+            try:
+                self._rename(manifest)
+            except OSError as error:
+                problem = why_not_written(error)
         if problem:
             shutil.rmtree(self._partial, ignore_errors=True)
         elif self._prunes:
             self.prune(self._final)
         return None, problem
+
+    def _rename(self, manifest: dict) -> None:
+        """Write the manifest, rename the folder and update `latest`. Rank 0 only.
+
+        Each step is flushed to the disk before the next one begins; the tensor files were flushed before. So a power
+        cut leaves this checkpoint or the one before it, which is removed later.
+        """
+        write_atomic(self._partial / MANIFEST, json.dumps(sealed(manifest), indent=2) + "\n")
+        damaged = self._final.with_name(f"{self._final.name}.damaged{PARTIAL}")  # a damaged one of the same step
+        if self._final.exists():
+            os.replace(self._final, damaged)
+        os.replace(self._partial, self._final)
+        sync_folder(self.run.checkpoints)
+        shutil.rmtree(damaged, ignore_errors=True)
+        write_atomic(self.run.checkpoints / "latest", self._final.name + "\n")
 
     def _remove_parts(self) -> None:
         """Remove the partial checkpoints that killed runs have left. Rank 0 only."""
@@ -196,51 +215,48 @@ class CheckpointWriter:
 
     def _within_patience(self, work: Callable[[], _Answer]) -> _Answer:
         """Call `work` in a thread, and abandon the thread after `patience`."""
-        done: Future = Future()
-        threading.Thread(target=_do, args=(work, done), name="checkpoint, rank 0", daemon=True).start()
-        try:
-            return done.result(None if self.patience == math.inf else self.patience)
-        except NotInTime:
+        working = _in_thread(work, daemon=True)
+        if not wait([working], self.patience).done:
             why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
-            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}") from None
+            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}")
+        return working.result()
 
-    def _still_writes(self) -> bool:
+    def _still_writes(self, writing: Future) -> bool:
         """Wait until all ranks have written, or until `patience` seconds have passed and some have. Collective.
 
         Returns:
             Whether this rank still writes.
         """
-        assert self._thread is not None, "begun"
         while True:
-            self._thread.join(None if self.patience == math.inf else self.patience)
-            writing = [None] * self.parallel.world_size
-            dist.all_gather_object(writing, self._thread.is_alive())
-            if not all(writing):
-                return self._thread.is_alive()
+            wait([writing], self.patience)
+            done = [False] * self.parallel.world_size
+            dist.all_gather_object(done, writing.done())
+            if any(done):
+                return not done[self.parallel.rank]
 
     def prune(self, written: Path) -> None:
         """Remove old checkpoints after `written` was published. Rank 0 only."""
         self._damaged.discard(written.name)
         prune_checkpoints(self.run, **self.keep, damaged=self._damaged)
 
-    def _write(self, own: dict[str, torch.Tensor], step: int) -> None:
+    def _write(self, own: dict[str, torch.Tensor], step: int) -> dict:
+        self._partial.mkdir(exist_ok=True)
+        metadata = {"run": self.run.root.name, "step": str(step)}
+        return _write_tensors(self._partial / _file_name(self.parallel.rank), own, metadata)
+
+
+def _in_thread(work: Callable[[], _Answer], *, daemon: bool = False) -> Future[_Answer]:
+    """Call `work` in a thread. A process does not wait for a daemon when it exits."""
+    done: Future[_Answer] = Future()
+
+    def do() -> None:
         try:
-            self._partial.mkdir(exist_ok=True)
-            file, about = self._partial / _file_name(self.parallel.rank), file_metadata(self.run.root.name, step)
-            self._written = _write_tensors(file, own, about)
-        except BaseException as error:  # raised again in publish, on the main thread
-            self._error = error
+            done.set_result(work())
+        except BaseException as error:  # raised again on the main thread
+            done.set_exception(error)
 
-
-def _do(work: Callable[[], object], done: Future) -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:  # raised again on the main thread
-        done.set_exception(error)
-
-
-def _in_words(problems: list[str]) -> str:
-    return f"{problems[0]}, and {len(problems) - 1} more" if len(problems) > 1 else "".join(problems)
+    threading.Thread(target=do, name="checkpoint", daemon=daemon).start()
+    return done
 
 
 def _file_name(rank: int) -> str:
@@ -272,23 +288,3 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def _publish(partial: Path, final: Path, manifest: dict, run: RunFolder) -> str | None:
-    """Write the manifest, rename the folder and update `latest`. Return the reason of a failure. Rank 0 only.
-
-    Each step is flushed to the disk before the next one begins; the tensor files were flushed before. So a power cut
-    leaves this checkpoint or the one before it, which is removed later.
-    """
-    try:
-        write_atomic(partial / MANIFEST, json.dumps(sealed(manifest), indent=2) + "\n")
-        damaged = final.with_name(f"{final.name}.damaged{PARTIAL}")  # a damaged checkpoint of the same step
-        if final.exists():
-            os.replace(final, damaged)
-        os.replace(partial, final)
-        sync_folder(run.checkpoints)
-        shutil.rmtree(damaged, ignore_errors=True)
-        write_atomic(run.checkpoints / "latest", final.name + "\n")
-    except OSError as error:
-        return why_not_written(error)
-    return None

@@ -1,4 +1,4 @@
-"""Checkpoints: whole parameters under any layout, refused when they are not what was written, pruned as asked."""
+"""Checkpoints: whole parameters under any layout, rejected when they are not what was written, pruned as asked."""
 
 import dataclasses
 import errno
@@ -188,45 +188,35 @@ def test_a_checkpoint_is_json_and_safetensors_only(finished):
     assert (run.checkpoints / "latest").read_text().strip() == newest.name
 
 
-def damage_truncate(folder):
-    file = folder / "state_00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
+def flip(content: bytes) -> bytes:
+    """Return the content with another bit near its end."""
+    return content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
 
 
-def damage_flip(folder):
-    file = folder / "state_00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(bytes(content))
-
-
-def damage_remove(folder):
-    (folder / "state_00000.safetensors").unlink()
-
-
-def damage_manifest(folder):
-    (folder / "infcl.json").write_text("{")
-
-
-def damage_foreign(folder):
-    (folder / "infcl.json").write_text('{"format": 99}')
+def damage(checkpoint, name="state_00001.safetensors", change=flip):
+    """Change the content of a file, or remove it."""
+    content = change((checkpoint / name).read_bytes())
+    (checkpoint / name).unlink()
+    if content is not None:
+        (checkpoint / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "change", "message"),
     [
-        (damage_truncate, "bytes"),
-        (damage_flip, "another checksum"),
-        (damage_remove, "is missing"),
-        (damage_manifest, "damaged"),
-        (damage_foreign, "not of format 3 or 2"),
+        ("state_00000.safetensors", lambda content: content[:-1], "bytes"),
+        ("state_00001.safetensors", flip, "another checksum"),
+        ("state_00000.safetensors", lambda content: None, "is missing"),
+        ("infcl.json", lambda content: b"{", "damaged"),
+        ("infcl.json", lambda content: b'{"format": 99}', "not of format 3 or 2"),
     ],
+    ids=["truncated", "flipped", "removed", "manifest", "foreign"],
 )
-def test_a_damaged_or_foreign_checkpoint_is_refused_when_named(finished, tmp_path, damage, message):
+def test_a_damaged_or_foreign_checkpoint_is_rejected_when_named(finished, tmp_path, name, change, message):
     run, config = finished
     copy = tmp_path / "step_00000003"
     shutil.copytree(complete_checkpoints(run)[0], copy)
-    damage(copy)
+    damage(copy, name, change)
     resume = dataclasses.replace(config, resume=str(copy), logs=str(tmp_path))
     messages = run_ranks(refusal, 2, resume)
     assert message in messages[0] and str(copy) in messages[0]
@@ -294,7 +284,7 @@ def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished
     assert f"began from {other.resume} and has no checkpoint yet" in run_ranks(refusal, 2, latest)[0]
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_names(finished, tmp_path, demo_folder):
+def test_a_checkpoint_of_another_model_is_rejected_with_the_names(finished, tmp_path, demo_folder):
     run, config = finished
     other = dataclasses.replace(
         config, resume=str(complete_checkpoints(run)[0]), logs=str(tmp_path), force_context_length=24
@@ -311,7 +301,7 @@ def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):
     shutil.copytree(run.checkpoints, copy.checkpoints)
     newest, before = complete_checkpoints(copy)[:2]
     expected = consolidated_state_dict(before)
-    damage_flip(newest)
+    damage(newest)
     got = consolidated_state_dict(copy.root)
     assert set(got) == set(expected) and all(torch.equal(got[name], expected[name]) for name in got)
     with pytest.raises(ValueError, match="no intact checkpoint"):

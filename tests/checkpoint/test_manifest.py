@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infcl.checkpoint.load import consolidated_state_dict, newest_intact
-from infcl.checkpoint.manifest import FORMAT, DamagedCheckpoint, file_metadata, read_manifest, sealed
+from infcl.checkpoint.manifest import FORMAT, DamagedCheckpoint, read_manifest, sealed
 from infcl.checkpoint.run_folder import sha256
 from tests.lib.manifests import manifest_of
 
@@ -43,7 +43,7 @@ def write_checkpoint(run: Path, step: int) -> Path:
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
     for number, name in enumerate(FILES):
-        save_file(content_of(step, number), folder / name, file_metadata(RUN, step))
+        save_file(content_of(step, number), folder / name)
     write_manifest(folder, sealed(listed(folder, step)))
     return folder
 
@@ -98,21 +98,19 @@ def test_any_change_of_a_manifest_is_found(run):
     assert taken(run) == 1
 
 
-@pytest.mark.parametrize("seal", [sealed, lambda manifest: manifest | {"format": 2}], ids=["format 3", "format 2"])
-def test_values_of_other_types_are_found_by_the_schema(run, seal):
-    """As if they had been written so: where one gets through, it has the type of what it replaces."""
+def test_values_of_other_types_in_manifests_without_a_checksum_are_found(run):
+    """A value that gets through has the type of what it replaces."""
     newest = run / "checkpoints" / "step_00000002"
-    manifest = listed(newest, 2)
+    manifest = listed(newest, 2, format=2)
     types: dict[tuple, set[type]] = {}
     for at in leaves(manifest):
         for value in VALUES if at and at not in (("format",), ("zero_stage",)) else ():  # zero_stage: for people
-            write_manifest(newest, seal(changed(manifest, at, value)))
+            write_manifest(newest, changed(manifest, at, value))
             if newest_intact(run)[0] == newest:
                 types.setdefault(at, set()).add(type(value))
     numbers = {("counters", "optimizer_step"), ("trainer", "train_seconds")}
     allowed = {at: {int, float} if at in numbers else {int} for at in leaves(manifest)} | {("optimizer",): {str}}
-    if seal is not sealed:
-        allowed[("run",)] = set(map(type, VALUES))  # format 2 had none
+    allowed[("run",)] = set(map(type, VALUES))  # format 2 had none
     assert all(found <= allowed[at] for at, found in types.items()), types
     assert ("trainer", "step") not in types and ("files",) not in types and ("world_size",) not in types
 
@@ -137,32 +135,12 @@ def test_texts_that_are_no_manifest_are_found(run):
 
 def other_step(run, newest):
     shutil.copyfile(run / "checkpoints" / "step_00000001" / FILES[1], newest / FILES[1])
-    return "is of step 1, not of step 2"
-
-
-def other_run(run, newest):
-    save_file(content_of(2, 1), newest / FILES[1], file_metadata("another", 2))
-    return "is of run another, not of run run"
-
-
-def no_metadata(run, newest):
-    save_file(content_of(2, 1), newest / FILES[1])
-    return "is of run None"
-
-
-def repeated(run, newest):
-    shutil.copyfile(newest / FILES[0], newest / FILES[1])
-    return "2 tensors are in more than one file, exp_avg/0 first"
-
-
-def integers(run, newest):
-    save_file({k: v.view(torch.int32) for k, v in content_of(2, 1).items()}, newest / FILES[1], file_metadata(RUN, 2))
-    return "has dtype I32, not F32"
+    return "has another checksum than was written"
 
 
 def no_safetensors(run, newest):
     (newest / FILES[1]).write_bytes(b"x" * 100)
-    return "is no safetensors file"
+    return "has 100 bytes"
 
 
 def link_out(run, newest):
@@ -184,38 +162,29 @@ def a_folder(run, newest):
 
 
 @pytest.mark.parametrize(
-    "mix_up",
-    [
-        *(other_step, other_run, no_metadata, repeated, integers, no_safetensors),
-        *(link_out, a_link_to_itself, a_folder),
-    ],
-    ids=lambda mix_up: mix_up.__name__,
+    "mix_up", [other_step, no_safetensors, link_out, a_link_to_itself, a_folder], ids=lambda mix_up: mix_up.__name__
 )
-def test_tensor_files_that_are_not_the_checkpoints_are_found_though_the_sums_are_right(run, caplog, mix_up):
-    newest = run / "checkpoints" / "step_00000002"
-    manifest = read_manifest(newest)
-    message = mix_up(run, newest)
-    files = {name: entry(newest / name) if (newest / name).is_file() else manifest["files"][name] for name in FILES}
-    write_manifest(newest, sealed(manifest | {"files": files}))
+def test_tensor_files_that_are_not_those_of_the_checkpoint_are_found(run, caplog, mix_up):
+    message = mix_up(run, run / "checkpoints" / "step_00000002")
     assert taken(run) == 1
     assert re.search(message, caplog.text)
 
 
 @pytest.mark.parametrize("name", ["../step_00000001/" + FILES[0], "/etc/hostname", "..", "", "a/b", "infcl.json"])
-def test_names_stay_in_the_folder(run, name):
+def test_names_stay_in_the_folder(run, caplog, name):
     newest = run / "checkpoints" / "step_00000002"
     manifest = read_manifest(newest)
-    write_manifest(newest, sealed(manifest | {"files": {name: manifest["files"][FILES[0]]}}))
-    with pytest.raises(DamagedCheckpoint, match="files is missing or not what a checkpoint has there"):
-        read_manifest(newest)
+    files = {name: manifest["files"][FILES[0]], FILES[1]: manifest["files"][FILES[1]]}
+    write_manifest(newest, sealed(manifest | {"files": files}))
     assert taken(run) == 1
+    assert re.search("is not a file of this folder|is missing|bytes", caplog.text)
 
 
 def test_swapped_tensors_and_counters_of_another_step_are_found_by_the_manifests_checksum(run):
     newest = run / "checkpoints" / "step_00000002"
     manifest = read_manifest(newest)
     first = load_file(newest / FILES[0])
-    save_file({"model/0": first["exp_avg/0"], "exp_avg/0": first["model/0"]}, newest / FILES[0], file_metadata(RUN, 2))
+    save_file({"model/0": first["exp_avg/0"], "exp_avg/0": first["model/0"]}, newest / FILES[0])
     write_manifest(newest, changed(manifest, ("files", FILES[0]), entry(newest / FILES[0])))
     assert taken(run) == 1
     write_manifest(newest, manifest | {"counters": manifest_of(1, {})["counters"]})

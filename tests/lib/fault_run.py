@@ -5,6 +5,7 @@ replay, step, save) of step STEP begins. `ring` is inside the loss, after the fi
 inside a checkpoint, after this rank's own file.
 """
 
+import concurrent.futures
 import multiprocessing
 import os
 import signal
@@ -22,8 +23,8 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
     from infcl.train import metrics
 
     def finish_writing(self):
-        if self._thread is not None:
-            self._thread.join()
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing])
         return False
 
     checkpoint_writer.CheckpointWriter.busy = property(finish_writing)  # no race for the last checkpoint
