@@ -4,7 +4,10 @@
         open_clip_model.safetensors   fp32 weights, logit_scale 0-dim as open_clip has it
         open_clip_config.json         {"model_cfg": ..., "preprocess_cfg": ...}
         spiece.model, tokenizer.json, tokenizer_config.json
-    --format hf          transformers' CLIPModel (infcl/convert/export_hf.py)
+    --format hf          for transformers' CLIPModel, AutoTokenizer and CLIPImageProcessor (loading: tested with 5.23)
+        config.json, model.safetensors   CLIPModel's names and shapes (infcl/convert/hf_clip.py), fp32
+        tokenizer.json, tokenizer_config.json, spiece.model   takes raw text, which it cleans as training does
+        preprocessor_config.json         shortest side to S (bicubic), centre crop, CLIP's mean and std
     --format safetensors model.safetensors, model_config.json, tokenizer.model: the weights under our names
 
 Each folder has a model card, README.md. `python -m infcl.convert export RUN` exports a run's last checkpoint, of any
@@ -20,13 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex
+from tokenizers.normalizers import Replace
 
-from infcl.convert.export_hf import write_hf
-from infcl.convert.export_tokenizer import export_tokenizer, read_model
+from infcl.convert.export_tokenizer import (
+    clip_tokenizer,
+    export_clip_bpe,
+    export_tokenizer,
+    lower_steps,
+    read_model,
+    repair_steps,
+)
+from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import write_card
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
 from infcl.models.open_clip_config import BUILT_BY, CLEAN, preprocess_of
+from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf", "safetensors")
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
@@ -68,19 +81,17 @@ def export_model(
     if format == "hf":
         if isinstance(cfg, OpenClipConfig):
             raise ValueError("--format hf: a CLIPModel holds our own towers only; --format open_clip fits this model")
-        write_hf(state_dict, cfg, tokenizer_model, out)
+        _write_hf(state_dict, cfg, tokenizer_model, out)
     elif format == "safetensors":
-        _write_plain(state_dict, cfg, tokenizer_model, out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
+        _write_weights(state_dict, out / "model.safetensors")
+        if tokenizer_model is not None:
+            shutil.copyfile(tokenizer_model, out / "tokenizer.model")
     else:
         _write_open_clip(state_dict, cfg, tokenizer_model, out, name)
-    write_card(
-        out,
-        cfg,
-        name,
-        format=format,
-        has_tokenizer=(out / "tokenizer.json").is_file() or tokenizer_model is not None,
-        card=card or {},
-    )
+    has_tokenizer = (out / "tokenizer.json").is_file() or tokenizer_model is not None
+    write_card(out, cfg, name, format=format, has_tokenizer=has_tokenizer, card=card or {})
     return out
 
 
@@ -117,23 +128,50 @@ def _write_open_clip(
         model_cfg["text_cfg"]["tokenizer_kwargs"] = CLEAN
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
     config |= {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(preprocess_of(cfg))}
-    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_json(out / CONFIG, config)
     _write_weights(state_dict, out / WEIGHTS)
-    shutil.copymode(out / CONFIG, out / WEIGHTS)  # safetensors makes the file readable only for its owner
 
 
-def _write_plain(
-    state_dict: Mapping[str, torch.Tensor],
-    cfg: CLIPConfig | OpenClipConfig,
-    tokenizer_model: str | Path | None,
-    out: Path,
+def _write_hf(
+    state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
 ) -> None:
+    config = hf_config(cfg)
+    has_own_bpe = tokenizer_model is None and cfg.text_cfg.vocab_size == 49408  # CLIP's own
+    own_bpe = clip_tokenizer() if has_own_bpe else None
+    weights = to_hf(state_dict)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
-    _write_weights(state_dict, out / "model.safetensors")
-    shutil.copymode(out / "model_config.json", out / "model.safetensors")
+    _write_json(out / "config.json", config)
+    _write_weights(weights, out / "model.safetensors")
+    context_length = cfg.text_cfg.context_length
     if tokenizer_model is not None:
-        shutil.copyfile(tokenizer_model, out / "tokenizer.model")
+        # As infcl.data.tokenizer.canonicalise: '_' becomes a space, other ASCII punctuation is removed, letters are
+        # lowercased. Characters that Python counts as space, but that the model's charsmap would remove, become spaces.
+        cleaning = [
+            *(repair_steps() if cfg.text_cfg.repairs_captions else []),
+            Replace("_", " "),
+            Replace(Regex(r"[!-/:-@\[-`{-~]"), ""),
+            Replace(Regex(r"[\x0b\x1c-\x1f\x{85}]"), " "),
+            *lower_steps(),
+        ]
+        export_tokenizer(tokenizer_model, out, context_length=context_length, cleaning=cleaning)
+    elif own_bpe is not None:
+        export_clip_bpe(own_bpe, out, context_length=context_length)
+    size = cfg.vision_cfg.image_size
+    preprocessing = {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": size},
+        "resample": 3,  # bicubic
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(IMAGE_MEAN),
+        "image_std": list(IMAGE_STD),
+    }
+    _write_json(out / "preprocessor_config.json", preprocessing)
 
 
 def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig | OpenClipConfig) -> None:
@@ -161,16 +199,23 @@ def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig | OpenClipConf
         )
 
 
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write the weights as fp32 safetensors; raise OSError if the write fails."""
+    """Write the weights as fp32 safetensors, with 0-dim SCALARS; raise OSError if the write fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    weights = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in state_dict.items()}
-    for name in SCALARS:
-        if name in weights:
-            weights[name] = weights[name].reshape(())
+    weights = {
+        name: (value.reshape(()) if name in SCALARS else value).detach().to("cpu", torch.float32).contiguous()
+        for name, value in state_dict.items()
+    }
+    path.touch()  # with the modes of new files; safetensors makes the file readable only for its owner
+    mode = path.stat().st_mode
     try:
         save_file(weights, path, metadata={"format": "pt"})
     except SafetensorError as error:  # safetensors' own type for a failed write
         raise OSError(str(error)) from error
+    path.chmod(mode)

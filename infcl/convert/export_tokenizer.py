@@ -1,58 +1,84 @@
-"""A sentencepiece model as Hugging Face's tokenizer.json, written without the tokenizers or transformers packages.
+"""Tokenizers as Hugging Face's tokenizer.json, which AutoTokenizer and open_clip's get_tokenizer load.
 
-In:  a BPE or unigram .model whose ids pad, eos and unk are set.
-Out: spiece.model (a copy), tokenizer.json, tokenizer_config.json. AutoTokenizer and open_clip's get_tokenizer load them
-     and return the ids of sentencepiece, followed by eos and padding.
+    a sentencepiece model    export_tokenizer    [..., eos]; BPE or unigram, with pad, eos and unk set
+    CLIP's own BPE           export_clip_bpe     [start, ..., end], from the merges that open_clip ships
 
-transformers' own conversions are not exact: T5TokenizerFast drops the leading U+2581, the slow T5Tokenizer loses byte
-fallback, and 5.x accepts no .model file. Here BPE is exact, and unigram is exact except for ties. Two orders of the
-same pieces ("00" "0" or "0" "00") can have equal scores; sentencepiece then chooses by float32 rounding over the text.
+transformers' own conversions of sentencepiece models are not exact: T5TokenizerFast drops the leading U+2581, the slow
+T5Tokenizer loses byte fallback, and 5.x accepts no .model file. Here BPE is exact, and unigram is exact except for
+ties. Two orders of the same pieces ("00" "0" or "0" "00") can have equal scores; sentencepiece then chooses by float32
+rounding over the text.
 
     text -> charsmap of the model, strip, collapse spaces -> U+2581 for spaces and in front -> BPE | unigram -> ... eos
 """
 
-import base64
+import gzip
+import importlib.util
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _SPACE = "\u2581"
-LOWER_STEPS = [  # "Lowercase" works letter by letter, but str.lower writes a final sigma at the end of a word
-    {"type": "Replace", "pattern": {"Regex": r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])"}, "content": "ς"},
-    {"type": "Lowercase"},
-]
+_START, _END = "<start_of_text>", "<end_of_text>"
+_CLIP_MERGES = 49152 - 256 - 2
+_CLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+# Lowercase works letter by letter, but str.lower writes a final sigma at the end of a word.
+_FINAL_SIGMA = Regex(r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])")
 
 
-def export_tokenizer(model_path: str | Path, out_dir: str | Path, *, context_length: int) -> None:
-    """Write spiece.model, tokenizer.json and tokenizer_config.json.
+def export_tokenizer(
+    model_path: str | Path,
+    out: Path,
+    *,
+    context_length: int,
+    cleaning: Sequence[normalizers.Normalizer] | None = None,
+) -> None:
+    """Write spiece.model (a copy), tokenizer.json and tokenizer_config.json.
 
     Args:
         model_path: sentencepiece file.
-        out_dir: folder to write into.
+        out: folder to write into.
         context_length: tokens of a caption, model_max_length of the tokenizer.
+        cleaning: steps that make training's captions of raw ones. If given, "</s>" and the like are read as text, since
+            they would end the caption. None: the caller cleans captions.
 
     Raises:
         ValueError: tokenizer.json cannot express the model exactly.
     """
     proto = read_model(model_path)
-    out = Path(out_dir)
     trainer = proto.trainer_spec
+    tokenizer = sentencepiece_tokenizer(proto, cleaning or ())
+    names = {"eos_token": trainer.eos_piece, "pad_token": trainer.pad_piece, "unk_token": trainer.unk_piece}
+    shutil.copyfile(model_path, out / "spiece.model")
+    _write(tokenizer, out, names, context_length, reads_special_as_text=cleaning is not None)
+
+
+def export_clip_bpe(tokenizer: Tokenizer, out: Path, *, context_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json of `clip_tokenizer`."""
+    names = {"bos_token": _START, "eos_token": _END, "pad_token": _END, "unk_token": _END}
+    _write(tokenizer, out, names, context_length)
+
+
+def _write(
+    tokenizer: Tokenizer, out: Path, names: dict[str, str], context_length: int, reads_special_as_text: bool = False
+) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": trainer.eos_piece,
-        "pad_token": trainer.pad_piece,
-        "unk_token": trainer.unk_piece,
+        **names,
         "model_max_length": context_length,
         "padding_side": "right",
         "truncation_side": "right",
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids"],
+        "split_special_tokens": reads_special_as_text,
     }
-    shutil.copyfile(model_path, out / "spiece.model")
-    (out / "tokenizer.json").write_text(json.dumps(tokenizer_json(proto), ensure_ascii=False), encoding="utf-8")
+    (out / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -65,13 +91,13 @@ def read_model(model_path: str | Path) -> Any:
     return proto
 
 
-def tokenizer_json(proto: Any) -> dict[str, Any]:
-    """Return the content of tokenizer.json for a ModelProto.
+def sentencepiece_tokenizer(proto: Any, cleaning: Sequence[normalizers.Normalizer] = ()) -> Tokenizer:
+    """Return the tokenizer of a ModelProto, which first applies the `cleaning`.
 
     Raises:
         ValueError: tokenizer.json cannot express the model exactly.
     """
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer, spec = proto.trainer_spec, proto.normalizer_spec
     if trainer.model_type not in (_UNIGRAM, _BPE):
         raise ValueError(f"sentencepiece model type {trainer.model_type}: only unigram (1) and BPE (2) can be exported")
     if min(trainer.pad_id, trainer.eos_id, trainer.unk_id) < 0:
@@ -79,114 +105,40 @@ def tokenizer_json(proto: Any) -> dict[str, Any]:
             f"the tokenizer lacks a special token: pad {trainer.pad_id}, eos {trainer.eos_id}, unk {trainer.unk_id}"
         )
     if trainer.treat_whitespace_as_suffix or not (
-        normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces and normalizer.escape_whitespaces
+        spec.add_dummy_prefix and spec.remove_extra_whitespaces and spec.escape_whitespaces
     ):
         raise ValueError("only sentencepiece's default treatment of white space can be exported")
-    metaspace = {
-        "type": "Metaspace",
-        "replacement": _SPACE,
-        "prepend_scheme": "always",
-        "split": trainer.split_by_whitespace,
-    }
-    eos = {"SpecialToken": {"id": trainer.eos_piece, "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": i,
-                "content": piece.piece,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": piece.type != _USER_DEFINED,
-            }
-            for i, piece in enumerate(proto.pieces)
-            if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": _normalizers(normalizer)},
-        "pre_tokenizer": metaspace,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [first, eos],
-            "pair": [first, eos, second, eos],
-            "special_tokens": {
-                trainer.eos_piece: {
-                    "id": trainer.eos_piece,
-                    "ids": [trainer.eos_id],
-                    "tokens": [trainer.eos_piece],
-                }
-            },
-        },
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]},
-        "model": _bpe(proto) if trainer.model_type == _BPE else _unigram(proto),
-    }
+    model: models.Model
+    if trainer.model_type == _BPE:
+        model = models.BPE(
+            {piece.piece: i for i, piece in enumerate(proto.pieces)},
+            _merges(proto),
+            unk_token=trainer.unk_piece,
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+        )
+    else:
+        vocabulary = [(piece.piece, piece.score) for piece in proto.pieces]
+        model = models.Unigram(vocabulary, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
+    tokenizer = Tokenizer(model)
+    for piece in proto.pieces:
+        if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            special = piece.type != _USER_DEFINED
+            tokenizer.add_tokens([AddedToken(piece.piece, normalized=False, special=special)])
+    charsmap = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [*cleaning, *charsmap, normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, split=trainer.split_by_whitespace)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(_SPACE, split=trainer.split_by_whitespace)]
+    )
+    eos = trainer.eos_piece
+    tokenizer.post_processor = TemplateProcessing(["$A", eos], ["$A", eos, "$B", eos], [(eos, trainer.eos_id)])
+    return tokenizer
 
 
-def repair_steps() -> list[dict[str, Any]]:
-    """Return normalizers that repair captions like ftfy and html.unescape, as far as tokenizer.json can express it.
-
-    They handle common entities, ligatures, full-width forms, typographic quotes, line breaks, control characters and
-    NFC. Other entities, terminal codes and text in a wrong encoding do not change.
-    """
-    from ftfy import chardata
-
-    def replace(kind: str, pattern: str, content: str) -> dict[str, Any]:
-        return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
-
-    entities = {"&(amp;)+": "&", "&lt;": "<", "&gt;": ">", "&quot;|&#0*34;": '"', "&apos;|&#0*39;|&#x27;": "'"}
-    entities["&nbsp;|&#160;"] = "\u00a0"
-    letters = chardata.LIGATURES | chardata.WIDTH_MAP
-    quotes = {chardata.SINGLE_QUOTE_RE.pattern: "'", chardata.DOUBLE_QUOTE_RE.pattern: '"'}
-    removed = "".join(rf"\x{{{code:x}}}" for code in chardata.CONTROL_CHARS)
-    return [
-        *(replace("Regex", pattern, content) for pattern, content in entities.items()),
-        *(replace("String", chr(code), content) for code, content in letters.items()),
-        *(replace("Regex", pattern, content) for pattern, content in quotes.items()),
-        replace("Regex", r"\r|\x{2028}|\x{2029}|\x{85}", " "),
-        replace("Regex", f"[{removed}]", ""),
-        {"type": "NFC"},
-    ]
-
-
-def _normalizers(spec: Any) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    if spec.precompiled_charsmap:
-        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
-        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
-    steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-    steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    return steps
-
-
-def _unigram(proto: Any) -> dict[str, Any]:
-    return {
-        "type": "Unigram",
-        "unk_id": proto.trainer_spec.unk_id,
-        "vocab": [[piece.piece, piece.score] for piece in proto.pieces],
-        "byte_fallback": proto.trainer_spec.byte_fallback,
-    }
-
-
-def _bpe(proto: Any) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": proto.trainer_spec.unk_piece,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": proto.trainer_spec.byte_fallback,
-        "ignore_merges": False,
-        "vocab": {piece.piece: i for i, piece in enumerate(proto.pieces)},
-        "merges": _merges(proto),
-    }
-
-
-def _merges(proto: Any) -> list[list[str]]:
+def _merges(proto: Any) -> list[tuple[str, str]]:
     """Return every pair that forms a piece, best piece first: sentencepiece ranks a pair by the piece it would form."""
     ids = {piece.piece: i for i, piece in enumerate(proto.pieces) if piece.type == _NORMAL}
     ranked = []
@@ -195,4 +147,69 @@ def _merges(proto: Any) -> list[list[str]]:
         for left, right in pairs:
             if left in ids and right in ids:
                 ranked.append((-proto.pieces[i].score, ids[left], ids[right], left, right))
-    return [[left, right] for *_, left, right in sorted(ranked)]
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def clip_tokenizer() -> Tokenizer:
+    """Return CLIP's own byte-pair tokenizer, for models that were trained with --tokenizer open_clip:MODEL.
+
+    The ids are those of SimpleTokenizer (open_clip/tokenizer.py). Padding repeats the end, which changes no feature
+    because the causal text tower pools at the first end. Captions are repaired as far as tokenizer.json can express it
+    (repair_steps), then lowercased.
+
+    Raises:
+        ValueError: open_clip is not installed.
+    """
+    spec = importlib.util.find_spec("open_clip")  # without importing the package
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "--format hf of a model with CLIP's own tokenizer needs its vocabulary, which open_clip ships: "
+            "pip install open_clip_torch (--format open_clip needs none)"
+        )
+    lines = gzip.decompress(Path(spec.origin).with_name("bpe_simple_vocab_16e6.txt.gz").read_bytes()).decode("utf-8")
+    merges = [(left, right) for left, right in (line.split() for line in lines.split("\n")[1 : _CLIP_MERGES + 1])]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for the 256 bytes
+    letters = [chr(byte) for byte in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), *("".join(pair) for pair in merges), _START, _END]
+    ids = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=_END, end_of_word_suffix="</w>"))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (_START, _END)])
+    tokenizer.normalizer = normalizers.Sequence([*repair_steps(), *lower_steps()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_CLIP_WORDS), "removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [(token, ids[token]) for token in (_START, _END)]
+    tokenizer.post_processor = TemplateProcessing([_START, "$A", _END], [_START, "$A", _END, "$B", _END], special)
+    return tokenizer
+
+
+def repair_steps() -> list[normalizers.Normalizer]:
+    """Return normalizers that repair captions like ftfy and html.unescape, as far as tokenizer.json can express it.
+
+    They handle common entities, ligatures, full-width forms, typographic quotes, line breaks, control characters and
+    NFC. Other entities, terminal codes and text in a wrong encoding do not change.
+    """
+    from ftfy import chardata
+
+    entities = {"&(amp;)+": "&", "&lt;": "<", "&gt;": ">", "&quot;|&#0*34;": '"', "&apos;|&#0*39;|&#x27;": "'"}
+    entities["&nbsp;|&#160;"] = "\u00a0"
+    letters = chardata.LIGATURES | chardata.WIDTH_MAP
+    removed = "".join(rf"\x{{{code:x}}}" for code in chardata.CONTROL_CHARS)
+    return [
+        *(normalizers.Replace(Regex(pattern), content) for pattern, content in entities.items()),
+        *(normalizers.Replace(chr(code), content) for code, content in letters.items()),
+        normalizers.Replace(Regex(chardata.SINGLE_QUOTE_RE.pattern), "'"),
+        normalizers.Replace(Regex(chardata.DOUBLE_QUOTE_RE.pattern), '"'),
+        normalizers.Replace(Regex(r"\r|\x{2028}|\x{2029}|\x{85}"), " "),
+        normalizers.Replace(Regex(f"[{removed}]"), ""),
+        normalizers.NFC(),
+    ]
+
+
+def lower_steps() -> list[normalizers.Normalizer]:
+    """Return normalizers that lowercase as str.lower does."""
+    return [normalizers.Replace(_FINAL_SIGMA, "ς"), normalizers.Lowercase()]

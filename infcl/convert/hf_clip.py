@@ -11,7 +11,8 @@ rejected. Tested with transformers 5.23.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,15 +36,15 @@ _TOP = {
     "visual.ln_post.bias": "vision_model.post_layernorm.bias",
 }
 _TOWERS = {"visual.transformer": "vision_model.encoder", "transformer": "text_model.encoder"}
-_BLOCK = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-    "attn.out_proj": "self_attn.out_proj",
+_BLOCK = {  # a block's modules, followed by weight or bias; several of theirs are parts of ours, along dim 0
+    "ln_1.": ("layer_norm1.",),
+    "ln_2.": ("layer_norm2.",),
+    "mlp.c_fc.": ("mlp.fc1.",),
+    "mlp.c_proj.": ("mlp.fc2.",),
+    "attn.out_proj.": ("self_attn.out_proj.",),
+    "attn.in_proj_": tuple(f"self_attn.{letter}_proj." for letter in "qkv"),
 }
-_OUR_BLOCK = re.compile(r"^(visual\.transformer|transformer)\.resblocks\.(\d+)\.(.+?)[._](weight|bias)$")
-_THEIR_BLOCK = re.compile(r"^(vision_model\.encoder|text_model\.encoder)\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+_TRANSPOSED = ("visual.proj", "text_projection")
 
 
 def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -53,47 +54,38 @@ def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ValueError: CLIPModel has no counterpart of a name.
     """
     out = {}
-    for name, value in state_dict.items():
-        block = _OUR_BLOCK.match(name)
-        if name in _TOP:
-            transposed = name in ("visual.proj", "text_projection")
-            out[_TOP[name]] = value.T if transposed else value.reshape(()) if name == "logit_scale" else value
-        elif block:
-            tower, layer, part, kind = block.groups()
-            prefix = f"{_TOWERS[tower]}.layers.{layer}"
-            if part == "attn.in_proj":
-                for letter, third in zip("qkv", value.chunk(3)):
-                    out[f"{prefix}.self_attn.{letter}_proj.{kind}"] = third
-            else:
-                out[f"{prefix}.{_BLOCK[part]}.{kind}"] = value
-        else:
-            raise ValueError(f"CLIPModel has no place for {name}")
+    names = _names(state_dict)
+    for ours, value in state_dict.items():
+        if ours not in names:
+            raise ValueError(f"CLIPModel has no counterpart of {ours}")
+        value = value.T if ours in _TRANSPOSED else value.reshape(()) if ours == "logit_scale" else value
+        theirs = names[ours]
+        out |= dict(zip(theirs, value.chunk(len(theirs)) if len(theirs) > 1 else [value]))
     return {name: value.contiguous() for name, value in out.items()}
 
 
 def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename CLIPModel's weights to our names; drop position_ids and keep other unknown names."""
-    names = {theirs: ours for ours, theirs in _TOP.items()}
-    towers, parts = ({theirs: ours for ours, theirs in table.items()} for table in (_TOWERS, _BLOCK))
-    out: dict[str, torch.Tensor] = {}
-    thirds: dict[str, dict[str, torch.Tensor]] = {}
-    for name, value in state_dict.items():
-        block = _THEIR_BLOCK.match(name)
-        if name.endswith(".position_ids"):
-            continue
-        if name in names:
-            out[names[name]] = value.T if name.endswith("_projection.weight") else value
-        elif block:
-            tower, layer, part, kind = block.groups()
-            prefix = f"{towers[tower]}.resblocks.{layer}"
-            if part.endswith(("q_proj", "k_proj", "v_proj")):
-                thirds.setdefault(f"{prefix}.attn.in_proj_{kind}", {})[part[-6]] = value
-            else:
-                out[f"{prefix}.{parts.get(part, part)}.{kind}"] = value
-        else:
-            out[name] = value
-    out |= {name: torch.cat([third[letter] for letter in "qkv"]) for name, third in thirds.items() if len(third) == 3}
-    return {name: value.contiguous() for name, value in out.items()}
+    left = {name: value for name, value in state_dict.items() if not name.endswith(".position_ids")}
+    out = {}
+    for ours, theirs in _names(state_dict).items():
+        if left.keys() >= set(theirs):
+            values = [left.pop(name) for name in theirs]
+            value = torch.cat(values) if len(values) > 1 else values[0]
+            out[ours] = (value.T if ours in _TRANSPOSED else value).contiguous()
+    return out | left
+
+
+def _names(state_dict: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return {our name: CLIPModel's names} for as many blocks as a state dict of either kind has."""
+    numbers = [int(found[1]) for name in state_dict if (found := re.search(r"\.(?:resblocks|layers)\.(\d+)\.", name))]
+    names = {ours: (theirs,) for ours, theirs in _TOP.items()}
+    for number, (our_tower, their_tower), kind in product(set(numbers), _TOWERS.items(), ("weight", "bias")):
+        for ours, theirs in _BLOCK.items():
+            names[f"{our_tower}.resblocks.{number}.{ours}{kind}"] = tuple(
+                f"{their_tower}.layers.{number}.{part}{kind}" for part in theirs
+            )
+    return names
 
 
 def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
@@ -104,7 +96,7 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
     """
     vision, text = cfg.vision_cfg, cfg.text_cfg
     eos_id = text.vocab_size - 1 if text.pool_type == "argmax" else text.eos_id
-    refused = {
+    unsupported = {
         "vision_cfg.conv_stem": vision.conv_stem is not None,
         f"vision_cfg.pool_type {vision.pool_type!r} (only 'tok')": vision.pool_type != "tok",
         f"text_cfg.pool_type {text.pool_type!r} (only 'eos' and 'argmax')": text.pool_type not in ("eos", "argmax"),
@@ -112,10 +104,10 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
         "eos id 2, for which CLIPModel pools at the largest id": text.pool_type == "eos" and eos_id == 2,
         "init_logit_bias (a SigLIP loss's bias)": cfg.init_logit_bias is not None,
     }
-    if any(refused.values()):
+    if any(unsupported.values()):
         raise ValueError(
             "transformers' CLIPModel cannot express this model: "
-            + "; ".join(what for what, is_so in refused.items() if is_so)
+            + "; ".join(what for what, is_so in unsupported.items() if is_so)
             + ". Export it as open_clip or safetensors"
         )
     common: dict[str, Any] = {"hidden_act": "quick_gelu" if cfg.quick_gelu else "gelu", "projection_dim": cfg.embed_dim}

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written, write_atomic
 from infcl.config import TrainConfig, aligned, counted
+from infcl.convert.export import export_model
 from infcl.models.attention import towers_with_kernel
 from infcl.models.config import CLIPConfig, load_any_config
 from infcl.parallel import Parallel, describe_ranks, max_over
@@ -145,8 +146,6 @@ def write_results(
 
 
 def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict) -> None:
-    from infcl.convert.export import export_model
-
     if diverged := [name for name, value in weights.items() if not value.isfinite().all()]:
         raise ValueError(f"training has diverged: {len(diverged)} weights are not finite, {diverged[0]} first")
     draw_loss_curve(run.metrics, run.loss_curve)

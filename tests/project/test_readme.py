@@ -36,6 +36,6 @@ def test_requirements_txt_installs_what_tests_import():
     text = "".join((ROOT / path).read_text() for path in tracked("tests/*.py"))
     packages = set(re.findall(r'importorskip\("(\w+)', text))
     optional = {"accelerate", "bitsandbytes", "datasets"}
-    optional |= {"transformers", "tokenizers"} if sys.version_info < (3, 11) else set()
+    optional |= {"transformers"} if sys.version_info < (3, 11) else set()
     assert optional < packages
     assert {name for name in packages - optional if importlib.util.find_spec(name) is None} == set()

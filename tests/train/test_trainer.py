@@ -261,14 +261,13 @@ def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_p
 
 def broken_export(rank, world_size, config):
     """What a rank hears when rank 0 cannot export."""
-    import infcl.convert.export
 
     def export_model(*arguments, **options):
         assert rank == 0
         raise KeyError("logit_scale")
 
     with pytest.MonkeyPatch.context() as patch:  # this process runs other tests too
-        patch.setattr(infcl.convert.export, "export_model", export_model)
+        patch.setattr("infcl.train.results.export_model", export_model)
         with pytest.raises(RuntimeError) as failure:
             fit(rank, world_size, config)
     return str(failure.value)
