@@ -53,7 +53,7 @@ def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: CLIPModel has no counterpart of a name.
     """
-    out = {}
+    out: dict[str, torch.Tensor] = {}
     names = _names(state_dict)
     for ours, value in state_dict.items():
         if ours not in names:
@@ -79,7 +79,7 @@ def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _names(state_dict: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return {our name: CLIPModel's names} for as many blocks as a state dict of either kind has."""
     numbers = [int(found[1]) for name in state_dict if (found := re.search(r"\.(?:resblocks|layers)\.(\d+)\.", name))]
-    names = {ours: (theirs,) for ours, theirs in _TOP.items()}
+    names: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in _TOP.items()}
     for number, (our_tower, their_tower), kind in product(set(numbers), _TOWERS.items(), ("weight", "bias")):
         for ours, theirs in _BLOCK.items():
             names[f"{our_tower}.resblocks.{number}.{ours}{kind}"] = tuple(

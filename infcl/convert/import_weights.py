@@ -13,6 +13,7 @@ pixels were normalised differently, the first convolution and the position embed
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,7 +194,11 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
     for name in _SCALARS:
         if name in given:
             given[name] = given[name].reshape(1)
-    changes = _fit_positions(given, mine) + _other_pixels(model.cfg, weights, tower)
+    changes = _fit_positions(given, mine)
+    if isinstance(model.cfg, OpenClipConfig) and tower != "text":  # our own towers adapt to other pixels
+        here, there = ((of.mean, of.std) for of in (model.cfg.preprocess, weights))
+        if here != (tuple(there[0]), tuple(there[1])):
+            changes.append(f"its pixels were normalised by {there}, here by {here}")
     missing = [name for name in mine if name not in given and name != "logit_bias"]
     unexpected = [name for name in given if name not in mine and name != "logit_bias"]
     wrong = [name for name in mine if name in given and given[name].shape != mine[name].shape]
@@ -244,41 +249,24 @@ def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tens
     return changes
 
 
-def _other_pixels(cfg: CLIPConfig | OpenClipConfig, weights: Weights, tower: str) -> list[str]:
-    """Return a line if a model that open_clip builds normalises pixels differently from the source of its weights."""
-    if isinstance(cfg, CLIPConfig) or tower == "text":
-        return []
-    ours, theirs = (cfg.preprocess.mean, cfg.preprocess.std), (tuple(weights.mean), tuple(weights.std))
-    return [] if ours == theirs else [f"its pixels were normalised by {theirs}, here by {ours}"]
-
-
 def _belongs(name: str, tower: str) -> bool:
     return tower == "whole" or (name not in _SCALARS and name.startswith("visual.") == (tower == "image"))
 
 
-def _listed(what: str, entries: list[str], most: int = 8) -> list[str]:
-    if not entries:
-        return []
-    rest = f", and {len(entries) - most} more" if len(entries) > most else ""
-    return [f"  {what}: {', '.join(entries[:most])}{rest}"]
+def _listed(what: str, entries: list[str]) -> list[str]:
+    shown = [*entries[:8], *([f"and {len(entries) - 8} more"] if len(entries) > 8 else [])]
+    return [f"  {what}: {', '.join(shown)}"] if shown else []
 
 
 def _check_settings(ours: CLIPConfig, theirs: CLIPConfig, tower: str, source: str) -> None:
     names = dict.fromkeys(name for kind, names in _UNSEEN.items() if tower in (kind, "whole") for name in names)
-    ours_flat, theirs_flat = _flat(ours.to_dict()), _flat(theirs.to_dict())
-    if ours_flat.get("text_cfg.pool_type") != "eos":
+    if ours.text_cfg.pool_type != "eos":
         names.pop("text_cfg.eos_id", None)
-    different = [f"{n} is {theirs_flat.get(n)} there, {ours_flat.get(n)} here" for n in names if
-                 theirs_flat.get(n) != ours_flat.get(n)]  # fmt: skip
-    if different:
+    values = {name: (attrgetter(name)(theirs), attrgetter(name)(ours)) for name in names}
+    if different := [
+        f"{name} is {there} there, {here} here" for name, (there, here) in values.items() if there != here
+    ]:
         raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings")
-
-
-def _flat(fields: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    out: dict[str, object] = {}
-    for name, value in fields.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return out
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:

@@ -4,13 +4,14 @@ In:  the model config, and the summary of a run if there is one. The flags come 
 The card shows only names of data, never paths of the training machine.
 """
 
-import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infcl.checkpoint.run_folder import RunFolder
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
 
 LOSS_CURVE = "loss_curve.png"
@@ -36,7 +37,7 @@ def write_card(
     *,
     format: str,
     has_tokenizer: bool,
-    card: Mapping[str, object],
+    card: Mapping[str, Any],
 ) -> None:
     """Write README.md, and copy the run's loss curve if there is one.
 
@@ -48,12 +49,12 @@ def write_card(
         has_tokenizer: whether the folder contains a tokenizer.
         card: summary.json of the run, or {}.
     """
-    run = _run_folder(card)
-    curve = run / LOSS_CURVE if run is not None else None
-    if curve is not None and curve.is_file():
-        (folder / LOSS_CURVE).write_bytes(curve.read_bytes())
-    flags_file = run / "config.json" if run is not None else None
-    flags = json.loads(flags_file.read_text()) if flags_file is not None and flags_file.is_file() else {}
+    flags: dict[str, Any] = {}
+    if "paths" in card:
+        run = Path(card["paths"]["run"])
+        flags = RunFolder(run).flags()
+        if (run / LOSS_CURVE).is_file():
+            shutil.copyfile(run / LOSS_CURVE, folder / LOSS_CURVE)
     sections = [
         _usage(cfg, format, has_tokenizer),
         "## Model\n\n" + _table(_model_rows(cfg)),
@@ -153,8 +154,3 @@ def _section(title: str, rows: Mapping[str, object]) -> str:
 def _table(rows: Mapping[str, object]) -> str:
     shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in rows.items()}
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown.items())]) + "\n"
-
-
-def _run_folder(card: Mapping[str, object]) -> Path | None:
-    paths = card.get("paths")
-    return Path(paths["run"]) if isinstance(paths, dict) and "run" in paths else None
