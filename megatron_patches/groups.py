@@ -11,23 +11,9 @@ from megatron.core import parallel_state
 
 from infcl.loss.links import timeout_of
 from infcl.parallel import Parallel
-from megatron_patches.patches import apply_patches, require
+from megatron_patches.patches import apply_patches
 
 _log = logging.getLogger(__name__)
-_CALLED = {  # functions that are called with keywords, checked before use
-    "megatron.core.parallel_state.initialize_model_parallel": (
-        "tensor_model_parallel_size",
-        "distributed_timeout_minutes",
-        "create_gloo_process_groups",
-    ),
-    "megatron.core.tensor_parallel.mappings.copy_to_tensor_model_parallel_region": ("group",),
-    "megatron.core.tensor_parallel.mappings.reduce_from_tensor_model_parallel_region": ("group",),
-    "megatron.core.tensor_parallel.mappings.scatter_to_sequence_parallel_region": ("group",),
-    "megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region": (
-        "tensor_parallel_output_grad",
-        "group",
-    ),
-}
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # NCCL group -> gloo group of the same ranks
 
 
@@ -44,10 +30,8 @@ def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False
 
     Raises:
         ValueError: `size` does not divide the world size, or megatron-core is initialised with another layout.
-        RuntimeError: a function of the installed megatron-core takes other arguments than that of the tested version.
+        RuntimeError: a patched function of megatron-core takes other arguments than in the tested version.
     """
-    for symbol, keywords in _CALLED.items():
-        require(symbol, *keywords)
     ranks = parallel.world_size
     if ranks % size:
         others = " or ".join(str(smaller) for smaller in range(1, ranks + 1) if ranks % smaller == 0)
@@ -73,7 +57,7 @@ def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False
         )
     check_layout(size)
     tp_group = parallel_state.get_tensor_model_parallel_group()
-    apply_patches(tp_group, parallel.device)
+    apply_patches(parallel.device)
     host_group = tp_group if dist.get_backend(tp_group) == "gloo" else _host_groups.get(tp_group)
     if on_host and host_group is None:
         host_group, _ = dist.new_subgroups(size, backend="gloo", timeout=timeout)
@@ -98,7 +82,7 @@ def check_layout(size: int | None = None) -> None:
     for name, found in others.items():
         if found > 1:
             raise ValueError(
-                f"{name} size {found}: towers are split over tensor-parallel ranks only, and the loss needs whole "
+                f"{name} size {found}: towers are split over tensor-parallel ranks only, and the loss needs full "
                 f"features on every rank; use 1 (Megatron-LM: --{name}-size 1)"
             )
     found = parallel_state.get_tensor_model_parallel_world_size()
@@ -120,6 +104,6 @@ class DeepSpeedMpu:
     get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
     get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
     get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
-    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
-    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
-    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank

@@ -18,7 +18,6 @@ Shapes: n rows of any leading dimensions, T ranks; under sequence parallelism a 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,12 +44,6 @@ class Sharing:
 
     def __deepcopy__(self, memo: dict) -> "Sharing":
         return self  # a process group cannot be copied
-
-
-class Shared(Protocol):
-    """Attributes that the parallel classes add to their base classes."""
-
-    sharing: Sharing
 
 
 class ColumnAttention(Attention):

@@ -58,10 +58,10 @@ class TensorParallelLoss(nn.Module):
             if count % size:
                 raise ValueError(f"{count} {what} do not divide among {size} tensor-parallel ranks")
         own = [scatter_to_sequence_parallel_region(x, group=self.tp_group) for x in (image_features, text_features)]
-        scalars = [x if x is None else self._shared(x) for x in (logit_scale, logit_bias)]
+        scalars = [
+            x if x is None else copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+            for x in (logit_scale, logit_bias)
+        ]
         ids = None if image_ids is None else image_ids.chunk(size)[dist.get_rank(self.tp_group)]
         loss = self.inner(*own, *scalars, image_ids=ids)
         return reduce_from_tensor_model_parallel_region(loss, group=self.tp_group) / size
-
-    def _shared(self, scalar: torch.Tensor) -> torch.Tensor:
-        return copy_to_tensor_model_parallel_region(scalar, group=self.tp_group)

@@ -39,7 +39,7 @@ from megatron_patches.loss import TensorParallelLoss
 from megatron_patches.patches import Patch, apply_patches
 
 REPORT = "contrastive loss"  # name of the loss in Megatron's log
-NOT_FOLLOWED = (  # options of Megatron's config that its schedule supports and `one_loss_step` does not
+UNSUPPORTED = (  # options of Megatron's config that its schedule supports and `one_loss_step` does not
     "num_moe_experts",
     "mtp_num_layers",
     "overlap_moe_expert_parallel_comm",
@@ -76,9 +76,7 @@ class ContrastiveStep:
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
         """Encode one micro-batch; return its features and the function with which Megatron computes the loss."""
-        _ = (
-            self.loss
-        )  # the first use is collective and rejects a pipeline on all ranks; only its last stage computes the loss
+        _ = self.loss  # the first use rejects a pipeline on all ranks; only its last stage computes the loss
         return self.encode(model, self.get_batch(data_iterator)), self.loss_func
 
     def loss_func(self, features: Features) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -105,25 +103,22 @@ class ContrastiveStep:
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             return ContrastiveLoss(self.name, group=parallel_state.get_data_parallel_group(), **self.options)
         tp_group = parallel_state.get_tensor_model_parallel_group()
-        apply_patches(tp_group, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        apply_patches(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         inner = ContrastiveLoss(self.name, group=parallel_state.get_tensor_and_data_parallel_group(), **self.options)
         return TensorParallelLoss(inner, tp_group)
 
 
-def share_one_loss() -> str:
+def share_one_loss() -> None:
     """Patch Megatron-LM to compute one loss over all micro-batches of a step with a ContrastiveStep. Idempotent.
 
     Steps with another forward_step_func run as before.
-
-    Returns:
-        "applied" or "already applied".
 
     Raises:
         RuntimeError: Megatron-LM's training loop cannot be imported or has another signature.
         ValueError: Megatron uses pipeline or context parallelism. Raised here if its groups exist, else by the step.
     """
     _check_layout_if_made()
-    return Patch(
+    Patch(
         "megatron.training.training.get_forward_backward_func",
         "takes a loss per micro-batch, a contrastive loss needs all of them",
         ("pp_size", "vp_size"),
@@ -180,13 +175,13 @@ def one_loss_step(
     config synchronise them at the last backward and finalise them.
 
     Raises:
-        ValueError: the config sets an option that only Megatron's own schedule supports (NOT_FOLLOWED).
+        ValueError: the config sets an option that only Megatron's own schedule supports (UNSUPPORTED).
     """
     module, micro_batches = _first(model), _first(data_iterator)
     config, loss = get_model_config(module), step.loss
-    for name in NOT_FOLLOWED:
+    for name in UNSUPPORTED:
         if (value := getattr(config, name, None)) not in (None, False, 0, "none"):
-            raise ValueError(f"{name} {value} is for Megatron's own schedule: share_one_loss does not follow it")
+            raise ValueError(f"{name} {value} is for Megatron's own schedule: share_one_loss does not support it")
     if hasattr(module, "set_is_first_microbatch") and (not forward_only or first_val_step is not False):
         module.set_is_first_microbatch()  # refresh cached FP8 weights
     batches = [step.get_batch(micro_batches) for _ in range(num_microbatches)]
@@ -247,7 +242,7 @@ def _own_randomness():
     """
     tracker = get_cuda_rng_tracker()
     before: dict[int, Any] = {}
-    behind: dict[str, Any] = {}
+    after: dict[str, Any] = {}
 
     def replay(index: int, encode: Callable[[], Features]) -> Features:
         if index in before:
@@ -255,21 +250,18 @@ def _own_randomness():
             return encode()
         before[index] = _states(tracker)
         features = encode()
-        behind.update(_states(tracker))
+        after.update(_states(tracker))
         return features
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield replay
-    _restore(tracker, behind)
+    _restore(tracker, after)
 
 
 def _states(tracker: Any) -> dict[str, torch.Tensor]:
-    """Return the states of a tracker's generators.
-
-    Transformer Engine's tracker, and one for CUDA graphs, holds generators instead of states.
-    """
-    found = tracker.get_states().items()
+    """Return the states of a tracker's generators."""
+    found = tracker.get_states().items()  # Transformer Engine's tracker holds generators instead of states
     return {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in found}
 
 

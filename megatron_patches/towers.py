@@ -13,8 +13,6 @@ Random choices (patch dropout) are drawn outside the blocks, from a generator th
 so tensor-parallel ranks drop the same patches.
 """
 
-from typing import cast
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,7 +25,7 @@ from torch import nn
 from infcl.models.clip import CLIP
 from infcl.models.config import check_divides
 from infcl.models.transformer import ResidualBlock, Transformer
-from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Shared, Sharing
+from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Sharing
 from megatron_patches.split import ATTRIBUTE, Split, split_parameter
 
 
@@ -93,21 +91,18 @@ def cut_block(block: ResidualBlock, group: dist.ProcessGroup) -> None:
 
 def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
     cut_block(block, sharing.group)
-    classes: list[tuple[nn.Module, type[nn.Module]]] = [
-        (block.attn, ColumnAttention),
-        (block.attn.out_proj, RowLinear),
-        (block.mlp.c_fc, ColumnLinear),
-        (block.mlp.c_proj, RowLinear),
-    ]
+    _switch(block.attn, ColumnAttention, sharing)
+    _switch(block.attn.out_proj, RowLinear, sharing)
+    _switch(block.mlp.c_fc, ColumnLinear, sharing)
+    _switch(block.mlp.c_proj, RowLinear, sharing)
     if sharing.sequence_parallel:
-        classes += [(block.ln_1, SampleParallelNorm), (block.ln_2, SampleParallelNorm)]
-    for module, parallel_class in classes:
-        _switch(module, parallel_class, sharing)
+        _switch(block.ln_1, SampleParallelNorm, sharing)
+        _switch(block.ln_2, SampleParallelNorm, sharing)
 
 
 def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing) -> None:
     module.__class__ = parallel_class
-    cast(Shared, module).sharing = sharing
+    module.sharing = sharing  # type: ignore[assignment]
 
 
 def _average_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
