@@ -32,7 +32,7 @@ from benchmarks.rows import append, read
 from benchmarks.step import SYNTHETIC, config_of, shared_folder
 from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.config import parse_args
-from infcl.engine.optim import later_host_bytes
+from infcl.engine.parameter_groups import later_host_bytes
 from infcl.models.packing import num_texts
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, max_over
 from infcl.report import read_metrics

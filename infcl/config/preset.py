@@ -167,7 +167,7 @@ def stage_in_words(asked: int, runs: int) -> str:
 def bucket_elements(zero_optimization: dict, stage: int) -> int:
     """Return the number of gradient elements that are reduced at once: the preset's value or the default.
 
-    The default is DeepSpeed's, but smaller where engine/reduce.py reduces: it holds up to three buckets at a time.
+    The default is DeepSpeed's, but smaller where engine/zero3.py reduces: it holds up to three buckets at a time.
     """
     offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
     ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)

@@ -24,8 +24,7 @@ from torch import nn
 
 from infcl.config import RunSpec
 from infcl.config.preset import deepspeed_config
-from infcl.engine.gather import KeptParameters
-from infcl.engine.optim import build_optimizer, tower
+from infcl.engine.parameter_groups import build_optimizer, tower
 from infcl.engine.patches import (
     MEMORY_REPORT,
     add_to_norm,
@@ -36,8 +35,8 @@ from infcl.engine.patches import (
     square_of,
     take_norm_together,
 )
-from infcl.engine.reduce import reduce_in_few_launches
 from infcl.engine.state import EMA, ZeroState
+from infcl.engine.zero3 import KeptParameters, reduce_in_few_launches
 from infcl.models.blocks import repeated_blocks
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel
@@ -66,7 +65,11 @@ class Engine:
         self.optimizer_name = config.opt
         self.shown: str | None = None
         deepspeed = _import_deepspeed()
-        mpu = _megatron_groups() if parallel.tp_size > 1 else None
+        mpu = None
+        if parallel.tp_size > 1:
+            from megatron_patches.groups import DeepSpeedMpu
+
+            mpu = DeepSpeedMpu()
         deepspeed.utils.groups.mpu = mpu  # else DeepSpeed would use that of an earlier engine
         exact = _fp32_copy(model) if self.low_precision_parameters and parallel.dp_rank == 0 else {}
         model.to(parallel.device)
@@ -142,18 +145,14 @@ class Engine:
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         """Accumulate d surrogate / d parameters. Reduce over ranks at a step's last backward (ZeRO-2/3: at each)."""
-        if self.zero_stage == 3:
-            self._prepare_stage_3_sums()
+        if self.zero_stage == 3:  # DeepSpeed overwrites the sums with the first gradient of a step, and adds the others
+            optimizer = self.engine.optimizer
+            optimizer.clear_backward_seen_flag()  # else a backward without a forward before it would overwrite too
+            if self.sums_are_old and optimizer.grad_partitions_flat_buffer is not None:
+                optimizer.grad_partitions_flat_buffer.zero_()  # an unused parameter would keep its old gradient
+            self.sums_are_old = False
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(surrogate, scale_wrt_gas=False)
-
-    def _prepare_stage_3_sums(self) -> None:
-        """Reset the gradient sums of a step. Stage 3 overwrites them with the first gradient and adds the others."""
-        optimizer = self.engine.optimizer
-        optimizer.clear_backward_seen_flag()  # else a backward without a forward before it would overwrite too
-        if self.sums_are_old and optimizer.grad_partitions_flat_buffer is not None:
-            optimizer.grad_partitions_flat_buffer.zero_()  # an unused parameter would keep its old gradient
-        self.sums_are_old = False
 
     def step(self, learning_rate: float) -> bool:
         """Make one optimizer step, unless the norm of the gradients is not finite. Collective.
@@ -178,7 +177,11 @@ class Engine:
             square = square_of((p.grad for p in self.module.parameters() if self._counts(p)), self.parallel.device)
             self.stage_0_grad_norm = self._over_tensor_parallel(square).sqrt() + self.flag[0]
             if not self.stage_0_grad_norm.isfinite():  # the optimizers of the other stages check this
-                self._drop_gradients()
+                self.engine.zero_grad()
+                self.engine.global_steps += 1
+                self.engine.global_samples += self.engine.train_batch_size()
+                self.engine.micro_steps += 1
+                self.engine.skipped_steps += 1
                 return False
         self.engine.step()
         self._settle_loss_scale()
@@ -196,14 +199,6 @@ class Engine:
             parts = (flat / self.parallel.dp_size).split([value.numel() for value in self.running_statistics])
             for value, part in zip(self.running_statistics, parts):
                 value.copy_(part.view_as(value))
-
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of a skipped step under stage 0, and advance the counters as `step` does."""
-        self.engine.zero_grad()
-        self.engine.global_steps += 1
-        self.engine.global_samples += self.engine.train_batch_size()
-        self.engine.micro_steps += 1
-        self.engine.skipped_steps += 1
 
     def grad_norm(self) -> float:
         """Return the global gradient norm of the last step, before clipping."""
@@ -335,13 +330,6 @@ def _leaves(model: nn.Module) -> list[str]:
     return sorted({f"{k.__module__}.{k.__qualname__}" for k in kinds} | {"open_clip.modified_resnet.AttentionPool2d"})
 
 
-def _megatron_groups():
-    """Return the object from which DeepSpeed reads the tensor- and data-parallel groups."""
-    from megatron_patches.groups import DeepSpeedMpu
-
-    return DeepSpeedMpu()
-
-
 def _fp32_copy(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the trainable parameters in FP32 on the CPU, before they are rounded."""
     return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in model.named_parameters() if p.requires_grad}
@@ -354,14 +342,9 @@ def _import_deepspeed():
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
-    logger.addFilter(
-        lambda record: "untested optimizer" not in record.getMessage()
-    )  # the optimizers of optimizers.py are tested
+    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # ours are tested
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # used by inference all-reduce only
     MEMORY_REPORT.apply(deepspeed.runtime.bf16_optimizer, lambda installed: lambda *_, **__: None)
-    warnings.filterwarnings(
-        "ignore",
-        message=".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated.*",
-        category=FutureWarning,
-    )
+    deprecated = ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated.*"
+    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     return deepspeed

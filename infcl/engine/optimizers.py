@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.engine.blockwise import Blockwise, tables
-from infcl.engine.partitions import Piece, sum_over
+from infcl.engine.partitions import Piece
 
 MIN_8BIT_SIZE = 4096
 _TINY = 1e-30  # added to squared gradients, so that a row of zero gradients has a second moment
@@ -37,11 +37,7 @@ class AdamW(torch.optim.AdamW):
 
     def create_state(self, tensor: torch.Tensor, pieces: list[Piece], group: dist.ProcessGroup | None) -> None:
         step = torch.zeros((), device=tensor.device if self.defaults["fused"] else "cpu")
-        self.state[tensor] = {
-            "step": step,
-            "exp_avg": torch.zeros_like(tensor),
-            "exp_avg_sq": torch.zeros_like(tensor),
-        }
+        self.state[tensor] = {"step": step} | _moments(tensor)
 
 
 class _ByPiece(torch.optim.Optimizer):
@@ -67,9 +63,15 @@ class _ByPiece(torch.optim.Optimizer):
                     self._update(tensor, tensor.grad, self.state[tensor], group)
 
     def _sums(self, tensor: torch.Tensor, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Add up sums over this rank's pieces to sums over full parameters. Collective."""
+        """Add up sums over this rank's pieces to sums over full parameters, with one all-reduce. Collective."""
         _, group = self.layouts[tensor]
-        return sum_over(group, sums)
+        if group is None or dist.get_world_size(group) == 1 or not sums:
+            return sums
+        joined = torch.cat([value.reshape(-1) for value in sums])
+        on_group = joined.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")  # the state may be in host memory
+        dist.all_reduce(on_group, group=group)
+        parts = on_group.to(joined.device).split([value.numel() for value in sums])
+        return [part.view(value.shape) for part, value in zip(parts, sums)]
 
     def _squared_norms(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return the squared norm of each parameter's part of `values` (laid out as `tensor`), [parameters] f32."""
@@ -108,7 +110,7 @@ class AdamW8bit(_ByPiece):
 
     def _new_state(self, tensor, pieces):
         if tensor.numel() < MIN_8BIT_SIZE:
-            return {"exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
+            return _moments(tensor)
         moments = (Blockwise(tensor.numel(), table, tensor.device) for table in self.tables)
         return dict(zip(("exp_avg", "exp_avg_sq"), moments))
 
@@ -137,7 +139,7 @@ class Lamb(_ByPiece):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
 
     def _new_state(self, tensor, pieces):
-        return {"exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
+        return _moments(tensor)
 
     def _update(self, tensor, gradient, state, options):
         update = _adam_update(gradient, state, options)
@@ -236,6 +238,10 @@ class AdaFactor(_ByPiece):
                 _touched(piece, total).add_(squares.sum(dim=dim, keepdim=True))
             sums.append(total)
         return sums
+
+
+def _moments(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
 
 
 def _adam_update(gradient: torch.Tensor, state: dict, options: dict) -> torch.Tensor:

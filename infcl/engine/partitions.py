@@ -1,4 +1,4 @@
-"""The part of a parameter that a rank owns under ZeRO, and its place in the full parameter.
+"""The part of a parameter that a rank owns under ZeRO, and its position in the full parameter.
 
 ZeRO passes flat tensors to the optimizer. A rank's flat tensor holds slices of some of its group's parameters:
 
@@ -12,7 +12,6 @@ state.py reads this layout from DeepSpeed. Optimizers that need rows, columns or
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,3 @@ class Piece:
     def lower(self, lifted: torch.Tensor) -> torch.Tensor:
         """Undo `lift`: [rows, *shape[1:]] -> [numel]."""
         return lifted.reshape(-1).narrow(0, self.start - self.rows[0] * self.shape[1:].numel(), self.numel)
-
-
-def sum_over(group: dist.ProcessGroup | None, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum each tensor over the ranks of `group` with one all-reduce. Without a group, return the tensors unchanged.
-
-    Tensors in host memory are copied to the GPU for the all-reduce if the group uses NCCL.
-    """
-    if group is None or dist.get_world_size(group) == 1 or not sums:
-        return sums
-    joined = torch.cat([value.reshape(-1) for value in sums])
-    on_group = joined.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    dist.all_reduce(on_group, group=group)
-    parts = on_group.to(joined.device).split([value.numel() for value in sums])
-    return [part.view(value.shape) for part, value in zip(parts, sums)]

@@ -1,7 +1,7 @@
 """Workarounds for DeepSpeed. Each is one Patch, and nothing else replaces methods of DeepSpeed.
 
 A patch replaces a method of one engine's objects, never of a class. So other engines of the process are unaffected.
-This file has the small workarounds; reduce.py and gather.py have those with state.
+This file has the small workarounds; zero3.py has those with state.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,13 +23,11 @@ class Patch:
         symbol: "Class.attribute".
         link: its upstream source, or an issue about it.
         why: what happens without the patch.
-        tested: version of DeepSpeed with which the patch was tested.
     """
 
     symbol: str
     link: str
     why: str
-    tested: str = TESTED
 
     def apply(self, owner: Any, make: Callable[[Any], Any]) -> None:
         """Replace the symbol of `owner` by make(the installed one).
@@ -39,7 +37,7 @@ class Patch:
         """
         name = self.symbol.rpartition(".")[2]
         if not hasattr(owner, name):
-            raise AttributeError(f"this DeepSpeed has no {self.symbol}: tested with DeepSpeed {self.tested}")
+            raise AttributeError(f"this DeepSpeed has no {self.symbol}: tested with DeepSpeed {TESTED}")
         setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -47,79 +45,78 @@ FORWARD = Patch(
     "Module.forward",
     f"{_SOURCE}/zero/parameter_offload.py#L445",
     "Stage 3 gathers a block's parameters in hooks around its forward. block.compile() compiles the call with its "
-    "hooks, which break the graph; compiling the forward alone leaves them outside.",
+    "hooks, which break the graph. Compiling only the forward leaves them outside.",
 )
 SCALE = Patch(
     "DynamicLossScaler.update_scale",
     f"{_SOURCE}/fp16/loss_scaler.py#L253",
-    "The loss scale grows, once in loss_scale_window steps, before a step's gradients are divided by it: they come out "
-    "halved, and under stage 3 so does their norm.",
+    "When the loss scale grows, it grows before the step's gradients are divided by it. They are halved, and under "
+    "stage 3 so is their norm.",
 )
 LEAST_SCALE = Patch(
     "DynamicLossScaler.raise_error_at_min_scale",
     "https://github.com/deepspeedai/DeepSpeed/pull/1958",
-    "At the least scale, a step that is not finite raises an error on which no checkpoint follows; --max-skipped-steps "
-    "is for that.",
+    "At the smallest scale, a step that is not finite raises an error, after which no checkpoint is written. "
+    "--max-skipped-steps handles such steps.",
 )
 TRACE = Patch(
     "PartitionedParameterCoordinator._invalidate_trace",
     f"{_SOURCE}/zero/partitioned_param_coordinator.py#L195",
-    "Which parameters the end of a module releases is cached for each place in a pass's trace, and the cache outlives "
-    "the trace. What a pass without a backward found, 'nothing here is used again', then holds for passes with one: "
-    "each block is gathered three times instead of once.",
+    "DeepSpeed caches which parameters each module of the trace releases, and keeps the cache when the trace changes. "
+    "A pass without a backward caches that nothing is used again. Later passes then gather each block three times.",
 )
 GRADIENT = Patch(
     "ZeROOptimizer.reduce_ready_partitions_and_remove_grads",
     f"{_SOURCE}/zero/stage_1_and_2.py#L2293",
-    "A parameter that a step's last backward does not reach is not reduced: stage 1 with overlap_comm steps with the "
-    "rank's own gradient; an optimizer in host memory misses the earlier micro-batches. Stage 3 needs some twenty "
-    "launches a parameter (reduce.py).",
+    "A parameter that a step's last backward does not reach is not reduced. Stage 1 with overlap_comm updates it with "
+    "the rank's own gradient, and an optimizer in host memory lacks the earlier micro-batches. Stage 3 needs about "
+    "twenty launches per parameter (zero3.py).",
 )
 EPILOGUE = Patch(
     "ZeROOptimizer.overlapping_partition_gradients_reduce_epilogue",
     f"{_SOURCE}/zero/stage_1_and_2.py#L1211",
-    "The end of a backward: the last moment for parameters that it did not reach. Under stage 3 the host waits for the "
-    "GPU there, after each micro-batch (reduce.py).",
+    "It ends a backward, and is the last chance to reduce parameters that the backward did not reach. Under stage 3 "
+    "the host waits for the GPU there, after each micro-batch (zero3.py).",
 )
 NORM = Patch(
     "ZeROOptimizer.get_grad_norm_direct",
     f"{_SOURCE}/zero/stage3.py#L2419",
-    "The norm is taken tensor by tensor, each copied into float64: 1,300 launches for the 446 tensors of ViT-L-14, "
-    "while the GPU has nothing else to do.",
+    "The norm is computed per tensor, with a copy of each in float64: 1,300 launches for the 446 tensors of ViT-L-14, "
+    "while the GPU is idle.",
 )
 NORM_OVER_PARTS = Patch(
     "ZeROOptimizer._model_parallel_all_reduce",
     f"{_SOURCE}/zero/stage3.py#L2412",
-    "A parameter that tensor-parallel ranks share counts on the first of them, and stages 1 to 3 find gradients that "
-    "are not finite by the norm: another rank's copy could take a step that the first one skips.",
+    "The norm counts a parameter that tensor-parallel ranks share on the first of them only. It misses a gradient that "
+    "is not finite on another rank, and the step is made.",
 )
 NORM_OF_BF16 = Patch(
     "BF16_Optimizer.get_grads_for_norm",
     f"{_SOURCE}/bf16_optimizer.py",
-    "As NORM_OVER_PARTS, for stage 1 in bf16.",
+    "As NORM_OVER_PARTS, for stage 1 in BF16.",
 )
 RELEASE = Patch(
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__release_param",
     f"{_SOURCE}/zero/partitioned_param_coordinator.py#L624",
-    "A gradient cache passes 2M times over M micro-batches, and each pass gathers and releases all parameters again.",
+    "Each of the 2M passes of a gradient cache gathers and releases all parameters again.",
 )
 RELEASE_ALL = Patch(
     "PartitionedParameterCoordinator.release_and_reset_all",
     f"{_SOURCE}/zero/partitioned_param_coordinator.py#L537",
-    "As RELEASE: the update needs what was kept to be released.",
+    "As RELEASE. Before the update, the kept parameters must be released.",
 )
 PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD = (
     Patch(
         f"DeepSpeedZeRoOffload.{when}_sub_module_{pass_}_function",
         f"{_SOURCE}/zero/parameter_offload.py#L{line}",
-        "Before and after each module the host counts its parameters, gathered or not.",
+        "Before and after each module the host counts its parameters, whether they are gathered or not.",
     )
     for pass_, when, line in (
         ("forward", "pre", 531), ("forward", "post", 555), ("backward", "pre", 573), ("backward", "post", 594),
     )
 )  # fmt: skip
 MEMORY_REPORT = Patch(
-    "bf16_optimizer.see_memory_usage", f"{_SOURCE}/bf16_optimizer.py#L54", "It prints, whatever the log level."
+    "bf16_optimizer.see_memory_usage", f"{_SOURCE}/bf16_optimizer.py#L54", "It prints at any log level."
 )
 
 
@@ -152,7 +149,7 @@ def scale_between_steps(scaler: Any) -> Callable[[], None]:
 def release_by_the_present_trace(optimizer: Any) -> None:
     """Make a stage-3 optimizer clear its cache of released parameters whenever it invalidates the trace."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
-    cache = _cached_function(type(coordinator), "_PartitionedParameterCoordinator__params_to_release")
+    cache = _cached_function(type(coordinator)._PartitionedParameterCoordinator__params_to_release)
 
     def forgetting(invalidate: Callable[[], None]) -> Callable[[], None]:
         def invalidate_and_forget() -> None:
@@ -164,16 +161,10 @@ def release_by_the_present_trace(optimizer: Any) -> None:
     TRACE.apply(coordinator, forgetting)
 
 
-def _cached_function(owner: type, name: str) -> _lru_cache_wrapper:
-    """Return the lru_cache of a method, inside any wrappers."""
-    function = getattr(owner, name, None)
+def _cached_function(function: Any) -> _lru_cache_wrapper:
+    """Return the function with lru_cache inside the wrappers of a method."""
     while not isinstance(function, _lru_cache_wrapper):
-        inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        inner = [value for value in inner if callable(value)]
-        if not inner:
-            symbol = f"{owner.__module__}.{owner.__qualname__}.{name}"
-            raise AttributeError(f"this DeepSpeed has no cached {symbol}: tested with DeepSpeed {TESTED}")
-        function = inner[0]
+        function = next(cell.cell_contents for cell in function.__closure__ if callable(cell.cell_contents))
     return function
 
 

@@ -28,7 +28,7 @@ class ZeroState:
     """Sharded state of a DeepSpeedEngine, by parameter.
 
     Args:
-        engine: a DeepSpeedEngine with an optimizer of infcl.engine.optim.
+        engine: a DeepSpeedEngine with an optimizer of infcl.engine.parameter_groups.
         stage: its ZeRO stage.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from infcl.config import BatchPlan, RunSpec, TrainConfig
-from infcl.engine.optim import checkpoint_bytes, state_bytes_per_element
+from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import lap_length
 from infcl.models.clip import frozen_blocks

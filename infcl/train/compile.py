@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infcl.config import RunSpec
-from infcl.engine.optim import ALIGNED
+from infcl.engine.parameter_groups import ALIGNED
 from infcl.engine.patches import FORWARD
 from infcl.models.attention import choose_attention
 from infcl.models.blocks import repeated_blocks

@@ -10,7 +10,8 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig, aligned, counted, total_steps
 from infcl.config.preset import stage_over
-from infcl.engine.optim import Schedule, checkpoint_bytes
+from infcl.engine.parameter_groups import checkpoint_bytes
+from infcl.engine.schedule import Schedule
 from infcl.kernels import select_tile
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host

@@ -20,7 +20,8 @@ from infcl.config import total_steps
 from infcl.data.loader import TooManyBadSamples
 from infcl.data.workers import describe_death
 from infcl.engine.engine import Engine
-from infcl.engine.optim import Schedule, later_host_bytes
+from infcl.engine.parameter_groups import later_host_bytes
+from infcl.engine.schedule import Schedule
 from infcl.models.attention import towers_with_kernel
 from infcl.models.captions import texts_for_model
 from infcl.models.packing import num_texts

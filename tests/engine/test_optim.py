@@ -5,7 +5,8 @@ import math
 import pytest
 
 from infcl.config import TrainConfig
-from infcl.engine.optim import Schedule, parameter_groups
+from infcl.engine.parameter_groups import parameter_groups
+from infcl.engine.schedule import Schedule
 from infcl.models.clip import CLIP
 from infcl.models.config import load_model_config
 from tests.lib.checkout import GOLDEN_MODEL

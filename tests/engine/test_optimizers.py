@@ -36,7 +36,9 @@ def small_and_exact():
     """Small matrices factor, and AdaFactor's momentum is fp32, so that 1e-5 can be asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infcl.engine.optimizers.MIN_FACTORED_SIZE", FACTOR_FROM)
-        patch.setattr("infcl.engine.optim.AdaFactor", functools.partial(AdaFactor, momentum_dtype=torch.float32))
+        patch.setattr(
+            "infcl.engine.parameter_groups.AdaFactor", functools.partial(AdaFactor, momentum_dtype=torch.float32)
+        )
         yield
 
 

@@ -98,7 +98,7 @@ def train_in_float64(
         after_step: called with the model at the end of the step.
     """
     from infcl.config import TrainConfig
-    from infcl.engine.optim import parameter_groups
+    from infcl.engine.parameter_groups import parameter_groups
 
     model = model.double()
     optimizer = optimizer(parameter_groups(model, TrainConfig(wd=weight_decay), LR))

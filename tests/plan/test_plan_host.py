@@ -10,7 +10,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import BUCKET
-from infcl.engine.optim import checkpoint_bytes, later_host_bytes
+from infcl.engine.parameter_groups import checkpoint_bytes, later_host_bytes
 from infcl.models import CLIP, load_model_config
 from infcl.parallel import init_parallel
 from infcl.plan.loads import load_of_run, parameter_counts

@@ -1,0 +1,83 @@
+"""The learning-rate schedule, a pure function of the step."""
+
+import math
+
+from infcl.config import TrainConfig
+
+_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def batch_size_factor(config: TrainConfig, global_batch_size: int) -> float:
+    """Return the factor of --lr-scaling, by which all learning rates are multiplied."""
+    return (global_batch_size / config.lr_base_batch) ** _EXPONENTS[config.lr_scaling]
+
+
+class Schedule:
+    """Learning-rate schedule: schedule(step) returns the learning rate of optimizer step `step`, from 0.
+
+    The curves are open_clip's, scaled by --lr-scaling. The result depends on the step alone, so a resume is exact.
+
+    Attributes:
+        peak: the largest learning rate.
+        warmup: number of warm-up steps.
+    """
+
+    def __init__(self, config: TrainConfig, *, global_batch_size: int, total_steps: int, steps_per_epoch: int):
+        self.config, self.total_steps = config, total_steps
+        self.global_batch_size = global_batch_size
+        self.factor = batch_size_factor(config, global_batch_size)
+        self.peak = config.lr * self.factor
+        self.warmup = config.warmup
+        if config.warmup_samples is not None:
+            self.warmup = math.ceil(config.warmup_samples / global_batch_size)
+        self.cooldown_steps = (config.epochs_cooldown or 0) * steps_per_epoch
+
+    def __call__(self, step: int) -> float:
+        return self.factor * self._unscaled(step)
+
+    def oddity(self) -> str | None:
+        """Return a warning if the schedule does not reach its peak as intended, else None."""
+        steps, warmup, cooldown = self.total_steps, self.warmup, self.cooldown_steps
+        if steps <= warmup:
+            ends = "inside" if steps < warmup else "with"
+            return (
+                f"the run ends {ends} the warm-up: {steps} steps, {warmup} of warm-up; lr reaches "
+                f"{self(steps - 1):.2g} of {self.peak:.2g} (--warmup, --warmup-samples)"
+            )
+        if steps - cooldown < warmup:
+            return (
+                f"the cooldown, {cooldown} of {steps} steps, begins before the {warmup} of warm-up end: lr continues "
+                f"from {self(warmup):.2g} of {self.peak:.2g} (--epochs-cooldown)"
+            )
+        return None
+
+    def tower_rates(self, step: int) -> dict[str, float]:
+        """Return {"lr_image": ..., "lr_text": ...} for the towers with their own learning rate."""
+        given = {"lr_image": self.config.image_lr, "lr_text": self.config.text_lr}
+        return {name: self(step) * rate / self.config.lr for name, rate in given.items() if rate is not None}
+
+    def __str__(self) -> str:
+        config = self.config
+        rates = {"": config.lr, "image tower ": config.image_lr, "text tower ": config.text_lr}
+        rates["at the end "] = config.lr_cooldown_end if config.lr_scheduler == "const-cooldown" else None
+        given = {name: rate for name, rate in rates.items() if rate is not None}
+        if config.lr_scaling == "none":
+            return ", ".join(f"{name}{rate:.3g}" for name, rate in given.items())
+        scaled = ", ".join(f"{name}{rate:.3g} -> {rate * self.factor:.3g}" for name, rate in given.items())
+        batches = f"batch {self.global_batch_size} / {config.lr_base_batch}"
+        return f"{scaled} ({config.lr_scaling}: {batches}, x {self.factor:.3g})"
+
+    def _unscaled(self, step: int) -> float:
+        config, total_steps = self.config, self.total_steps
+        if step < self.warmup:
+            return config.lr * (step + 1) / self.warmup
+        if config.lr_scheduler == "cosine":
+            progress = (step - self.warmup) / max(1, total_steps - self.warmup)
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * config.lr
+        if config.lr_scheduler == "const":
+            return config.lr
+        into_cooldown = step - (total_steps - self.cooldown_steps)
+        if into_cooldown < 0:
+            return config.lr
+        decay = (1 - into_cooldown / self.cooldown_steps) ** config.lr_cooldown_power
+        return decay * (config.lr - config.lr_cooldown_end) + config.lr_cooldown_end
