@@ -22,7 +22,7 @@ from infcl.checkpoint.load import (
 )
 from infcl.checkpoint.run_folder import RunFolder, write_atomic
 from infcl.report.records import read_records
-from tests.lib.engine_steps import settings
+from tests.lib.engine_steps import engine_on_cpu
 from tests.lib.manifests import trainer_state_of
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch
@@ -73,19 +73,12 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
 
     Behind it a second checkpoint is written, and a third that cannot be moved into place.
     """
-    from unittest import mock
-
     from infcl.checkpoint import write as checkpoint_writer
     from infcl.checkpoint.load import full_weights
-    from infcl.config import BatchPlan
-    from infcl.parallel import init_parallel
-    from tests.lib.specs import engine_of
 
-    parallel, run = init_parallel("cpu"), RunFolder(folder)
-    config = settings(preset, precision="fp32", grad_clip_norm=None)
-    engine = engine_of(ToyCLIP(), config, parallel, BatchPlan(world_size, 1, 4))
+    run, engine = RunFolder(folder), engine_on_cpu(ToyCLIP(), preset, grad_clip_norm=None)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0)
+    writer = checkpoint_writer.CheckpointWriter(engine, run, engine.parallel, keep_last=0, keep_every=0)
     before, stepped, write = full_weights(engine, keep=True), threading.Event(), checkpoint_writer._write_tensors
     replace = os.replace
 
@@ -137,7 +130,7 @@ def finished(demo_folder, tmp_path_factory):
     return RunFolder(logs / "run"), config
 
 
-def told_to_end_while_the_last_is_written(rank, world_size, config) -> str:
+def stopped_while_the_last_is_written(rank, world_size, config) -> str:
     from infcl.train.signals import Stopped
 
     trainer = new_trainer(config)
@@ -155,7 +148,7 @@ def told_to_end_while_the_last_is_written(rank, world_size, config) -> str:
 
 def test_a_signal_behind_the_last_step_leaves_evaluation_and_export_to_the_next_start(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, steps=2, batch_size=16)
-    assert run_ranks(told_to_end_while_the_last_is_written, 2, config) == ["SIGUSR1 received"] * 2
+    assert run_ranks(stopped_while_the_last_is_written, 2, config) == ["SIGUSR1 received"] * 2
     assert complete_checkpoints(RunFolder(tmp_path / "run")) and not (tmp_path / "run" / "summary.json").exists()
     run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
@@ -294,8 +287,6 @@ def test_a_checkpoint_of_another_model_is_rejected_with_the_names(finished, tmp_
 
 
 def test_weights_come_out_of_the_newest_intact_checkpoint(finished, tmp_path):
-    import shutil
-
     run, _ = finished
     copy = RunFolder(tmp_path / "run")
     shutil.copytree(run.checkpoints, copy.checkpoints)

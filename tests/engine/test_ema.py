@@ -16,7 +16,7 @@ from infcl.convert.export import load_exported
 from infcl.convert.import_weights import read_weights
 from infcl.engine.state import WeightAverage
 from infcl.evaluate.load import load_model
-from tests.lib.engine_steps import START, at_start, engine_steps, expected, settings
+from tests.lib.engine_steps import START, at_start, engine_on_cpu, engine_steps, expected
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import worst_error, worst_update_error
 from tests.lib.training import demo_config, fit, run_losses
@@ -75,13 +75,9 @@ def test_the_decay_warms_up_to_its_value():
 def seen_weights(rank, world_size, preset, precision):
     """What forwards see before, while and after the average is shown, and the FP32 master weights before and after."""
     from infcl.checkpoint.load import full_weights
-    from infcl.config import BatchPlan
-    from infcl.parallel import init_parallel
-    from tests.lib.specs import engine_of
     from tests.lib.step_oracle import ToyCLIP, global_batch
 
-    config = settings(preset, precision=precision, ema_decay=0.9)
-    engine = engine_of(ToyCLIP(logit_scale=START), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    engine = engine_on_cpu(ToyCLIP(logit_scale=START), preset, precision=precision, ema_decay=0.9)
     for step in range(2):
         output = engine.encode(*global_batch(4, seed=step))
         engine.backward(sum(value.square().sum() for value in output.values()) + output["image_features"].sum(), True)

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 
-from infcl.config import BatchPlan
 from infcl.engine.engine import Engine
 from infcl.engine.patches import square_of
 from tests.lib.engine_steps import (
@@ -18,13 +17,12 @@ from tests.lib.engine_steps import (
     START,
     STEPS,
     at_start,
+    engine_on_cpu,
     engine_steps,
     expected,
-    settings,
     steps_with_a_poisoned_one,
 )
 from tests.lib.ranks import run_ranks
-from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch, oracle_steps, worst_error, worst_update_error
 
 BF16_UPDATE = 0.12  # of a parameter's update: twice the largest error that was seen (5.7e-2; six series of batches)
@@ -64,20 +62,15 @@ def test_reductions_run_during_the_backward_across_hosts_and_change_no_step(pres
     assert overlaps and all(overlaps)
 
 
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("resident", [2, 3])
-def test_resident_micro_batches_change_no_step(preset, resident):
-    """Several forwards with a graph, then their backwards: left to itself, ZeRO-3 keeps the last backward's alone."""
-    _, norms, _, state, _ = run_ranks(engine_steps, 2, preset, "fp32", resident)[0]
-    _, expected_norms, expected_state = expected(2)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
-    assert worst_error(state, expected_state) < 1e-5
-
-
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_a_graph_that_has_no_backward_changes_no_step(preset):
-    """--resident-micro-batches auto measures one at start and drops it."""
-    _, norms, _, state, _ = run_ranks(engine_steps, 2, preset, "fp32", 2, True)[0]
+@pytest.mark.parametrize(
+    ("preset", "resident", "dropped"),
+    [(f"zero{stage}", resident, False) for stage in range(4) for resident in (2, 3)]
+    + [("zero1", 2, True), ("zero3", 2, True)],
+)
+def test_cached_activations_change_no_step(preset, resident, dropped):
+    """Several forwards with a graph, then their backwards: left to itself, ZeRO-3 keeps the last backward's alone.
+    --resident-micro-batches auto measures one graph at start and drops it."""
+    _, norms, _, state, _ = run_ranks(engine_steps, 2, preset, "fp32", resident, dropped)[0]
     _, expected_norms, expected_state = expected(2)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     assert worst_error(state, expected_state) < 1e-5
@@ -154,10 +147,9 @@ def test_a_parameter_that_is_not_a_number_is_noticed():
 def misaligned_parameters(rank, world_size, preset, precision):
     from infcl.models.clip import CLIP
     from infcl.models.config import load_model_config
-    from infcl.parallel import init_parallel
 
     model = CLIP(load_model_config("demo"), init_logit_bias=-10.0)
-    engine_of(model, settings(preset, precision=precision), init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    engine_on_cpu(model, preset, precision=precision)
     stored = {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in model.named_parameters()}
     return [name for name, tensor in stored.items() if tensor.data_ptr() % 16 and not name.startswith("logit_")]
 
@@ -189,10 +181,8 @@ def test_a_step_that_is_not_finite_changes_nothing(preset, tmp_path):
 
 def accumulate_ones(rank, world_size, preset):
     """600 micro-batches, each with gradient 1 for logit_scale: what the engine accumulated."""
-    from infcl.parallel import init_parallel
-
-    config = settings(preset, precision="bf16", grad_clip_norm=None, wd=0.0)
-    engine = engine_of(ToyCLIP(logit_scale=0.0), config, init_parallel("cpu"), BatchPlan(world_size, 600, 1))
+    options = {"precision": "bf16", "grad_clip_norm": None, "wd": 0.0}
+    engine = engine_on_cpu(ToyCLIP(logit_scale=0.0), preset, 600, 1, **options)
     images, texts = global_batch(1)
     for index in range(600):
         output = engine.encode(images, texts)
@@ -242,11 +232,10 @@ def test_a_static_loss_scale_is_the_presets_and_a_dynamic_one_the_checkpoints():
 
 def unclipped_norm(rank, world_size, preset, grad_clip_norm):
     from infcl.checkpoint.load import full_weights
-    from infcl.parallel import init_parallel
 
     torch.manual_seed(rank)
-    config = settings(preset, precision="fp32", grad_clip_norm=grad_clip_norm, wd=0.0, eps=1e3)
-    engine = engine_of(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 2))
+    options = {"grad_clip_norm": grad_clip_norm, "wd": 0.0, "eps": 1e3}
+    engine = engine_on_cpu(ToyCLIP(logit_scale=1.0), preset, 1, 2, **options)
     before = full_weights(engine, keep=True)
     output = engine.encode(*global_batch(2))
     engine.backward(100 * output["logit_scale"].sum() + 0 * sum(output[n].sum() for n in output), True)
@@ -273,9 +262,7 @@ def test_the_square_of_many_numbers_is_exact_on_a_cpu():
 
 def tensors_of_the_norm(rank, world_size, preset):
     """(numbers of tensors that are measured together, tensors that this rank owns of each group)."""
-    from infcl.parallel import init_parallel
-
-    engine = engine_of(ToyCLIP(), settings(preset), init_parallel("cpu"), BatchPlan(world_size, 1, 4))
+    engine = engine_on_cpu(ToyCLIP(), preset, precision=None)
     output = engine.encode(*global_batch(4))
     engine.backward(sum(value.sum() for value in output.values()), True)
     optimizer, together = engine.engine.optimizer, []

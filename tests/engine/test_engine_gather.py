@@ -3,21 +3,16 @@
 import pytest
 import torch
 
-from infcl.config import BatchPlan
 from infcl.engine.engine import Engine
 from tests.lib.collectives import collectives
-from tests.lib.engine_steps import settings
+from tests.lib.engine_steps import engine_on_cpu
 from tests.lib.odd_clip import MICRO_BATCHES, odd_clip, pairs, preset_of
 from tests.lib.ranks import run_ranks
-from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR
 
 
 def gathering_engine(preset: str, world_size: int, **changes) -> Engine:
-    from infcl.parallel import init_parallel
-
-    config = settings("zero3", precision="fp32", deepspeed_config=preset, **changes)
-    return engine_of(odd_clip(), config, init_parallel("cpu"), BatchPlan(world_size, MICRO_BATCHES, 4))
+    return engine_on_cpu(odd_clip(), "zero3", MICRO_BATCHES, deepspeed_config=preset, **changes)
 
 
 def encode_and_replay(engine: Engine, rank: int, step: int) -> None:

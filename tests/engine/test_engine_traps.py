@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from infcl.config import BatchPlan
 from tests.lib.collectives import collectives
-from tests.lib.engine_steps import at_start, engine_steps, expected, settings
+from tests.lib.engine_steps import at_start, engine_on_cpu, engine_steps, expected
 from tests.lib.fp16 import fp16_allowed, fp16_preset
 from tests.lib.ranks import run_ranks
-from tests.lib.specs import engine_of
 from tests.lib.step_oracle import LR, ToyCLIP, adamw, global_batch, worst_error, worst_update_error
 
 
@@ -45,10 +43,7 @@ def waits_for_the_device(rank, world_size, preset):
     """How often DeepSpeed waits for the whole device in each of four steps of two micro-batches."""
     from deepspeed.accelerator import get_accelerator
 
-    from infcl.parallel import init_parallel
-
-    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
-    engine, waits = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
+    engine, waits = engine_on_cpu(ToyCLIP(), preset, 2, grad_clip_norm=None, wd=0.0), []
     for _ in range(4):
         with mock.patch.object(type(get_accelerator()), "synchronize") as synchronize:
             for index in range(2):
@@ -67,12 +62,11 @@ def test_the_host_waits_for_the_device_before_no_forward(preset):
 def steps_with_detours(rank, world_size, preset, hosts=1):
     """The weights and the norm of the gradients after each step, as if on so many hosts."""
     from infcl.checkpoint.load import full_weights
-    from infcl.parallel import Parallel, init_parallel
+    from infcl.parallel import Parallel
 
     model = Detour()
-    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
     with mock.patch.object(Parallel, "hosts", hosts):  # across hosts stages 1 and 2 reduce during the backward
-        engine, steps = engine_of(model, config, init_parallel("cpu"), BatchPlan(world_size, 2, 4)), []
+        engine, steps = engine_on_cpu(model, preset, 2, grad_clip_norm=None, wd=0.0), []
     for pattern in PATTERNS:
         for index, model.taken in enumerate(pattern):
             _backward(engine, *global_batch(4, seed=10 * rank + index), last=index == 1)
@@ -115,10 +109,7 @@ def test_what_a_backward_does_not_reach_has_the_gradient_of_the_others(preset, w
 
 def count_reductions(rank, world_size, preset, precision, micro_batches):
     """How many reducing collectives the backwards of one step start."""
-    from infcl.parallel import init_parallel
-
-    config = settings(preset, precision=precision, grad_clip_norm=None)
-    engine = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, micro_batches, 4))
+    engine = engine_on_cpu(ToyCLIP(), preset, micro_batches, precision=precision, grad_clip_norm=None)
 
     def backwards() -> None:
         for index in range(micro_batches):
@@ -145,10 +136,7 @@ def test_gradients_are_reduced_once_a_step_where_deepspeed_allows_it(preset, pre
 
 def gathers_of_a_backward(rank, world_size, preset):
     """Gathering collectives in the last backward of a step that encodes without graphs first, then with them."""
-    from infcl.parallel import init_parallel
-
-    config = settings("zero3", precision="fp32", grad_clip_norm=None, deepspeed_config=preset)
-    engine = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 4, 4))
+    engine = engine_on_cpu(ToyCLIP(), "zero3", 4, grad_clip_norm=None, deepspeed_config=preset)
     batch = global_batch(4)
     with torch.no_grad():
         for _ in range(4):
@@ -172,11 +160,10 @@ def test_stage_3_gathers_nothing_again_in_a_backward_that_follows_its_forward(tm
 def fp16_on_a_cpu(rank, world_size, preset, finite):
     """Seven steps in fp16: [(applied, loss scale after, gradient norm)], the weights, the counters."""
     from infcl.checkpoint.load import full_weights
-    from infcl.parallel import init_parallel
 
     with fp16_allowed():
-        config = settings("", deepspeed_config=preset, grad_clip_norm=None, wd=0.0)
-        engine = engine_of(ToyCLIP(logit_scale=1.0), config, init_parallel("cpu"), BatchPlan(world_size, 1, 5))
+        options = {"deepspeed_config": preset, "precision": None, "grad_clip_norm": None, "wd": 0.0}
+        engine = engine_on_cpu(ToyCLIP(logit_scale=1.0), "", 1, 5, **options)
     images, texts = (side[5 * rank : 5 * rank + 5] for side in global_batch(5 * world_size))
     steps = []
     for _ in range(7):
@@ -240,12 +227,9 @@ def test_cached_steps_in_fp16_follow_the_float64_ones_within_its_rounding(
 def error_of_the_mean(rank, world_size, preset, precision):
     """Largest relative error of this rank's part of any parameter's gradient, against the float64 mean of what the
     ranks' backwards give on a copy of the model. Three micro-batches, other pairs on each rank."""
-    from infcl.parallel import init_parallel
-
-    model, parallel = ToyCLIP(logit_scale=1.0), init_parallel("cpu")
     copy = ToyCLIP(logit_scale=1.0).to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    config = settings(preset, precision=precision, grad_clip_norm=None, wd=0.0)
-    engine, weights = engine_of(model, config, parallel, BatchPlan(world_size, 3, 4)), torch.linspace(-1, 2, 8)
+    options = {"precision": precision, "grad_clip_norm": None, "wd": 0.0}
+    engine, weights = engine_on_cpu(ToyCLIP(logit_scale=1.0), preset, 3, **options), torch.linspace(-1, 2, 8)
     mean = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in copy.named_parameters()}
 
     def total(output):
@@ -263,9 +247,9 @@ def error_of_the_mean(rank, world_size, preset, precision):
         torch.distributed.all_reduce(mean[name])
         own, piece = engine._own_gradient(parameter), engine.state.pieces[parameter]
         if piece.numel:
-            truth = mean[name].flatten()[piece.start : piece.start + piece.numel]
+            reference = mean[name].flatten()[piece.start : piece.start + piece.numel]
             got = own.double().flatten()[: piece.numel]  # stage 3 pads
-            errors.append(float((got - truth).norm() / truth.norm()))
+            errors.append(float((got - reference).norm() / reference.norm()))
     return max(errors)
 
 

@@ -46,18 +46,26 @@ def accumulate(engine, micro_batches, seeds, *, encode=None, loss=None, resident
     )
 
 
+def engine_on_cpu(model, preset: str, micro_batches=1, micro_batch_size=4, **flags):
+    """Make an engine of the model on this process's CPU rank; FP32 unless a flag says otherwise."""
+    from infcl.parallel import init_parallel
+
+    parallel = init_parallel("cpu")
+    config = settings(preset, **{"precision": "fp32"} | flags)
+    return engine_of(model, config, parallel, BatchPlan(parallel.dp_size, micro_batches, micro_batch_size))
+
+
 def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped=False, dropout=0.0, **changes):
     """Run STEPS optimizer steps on this rank's share; return losses, norms, the loss's logit scales, full weights.
 
     The last result is the weight average if there is one, else the number of steps that DeepSpeed counted.
     """
     from infcl.checkpoint.load import full_weights
-    from infcl.parallel import init_parallel, mean_over
+    from infcl.parallel import mean_over
 
-    parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
     model = ToyCLIP(logit_scale=START, dropout=dropout)
-    engine = engine_of(model, settings(preset, precision=precision, **changes), parallel, batch)
+    engine = engine_on_cpu(model, preset, MICRO_BATCHES, MICRO_BATCH_SIZE, precision=precision, **changes)
     losses, norms, scales = [], [], []
     if dropped:
         engine.encode(*global_batch(MICRO_BATCH_SIZE))
@@ -98,11 +106,9 @@ def steps_with_a_poisoned_one(rank, world_size, preset, precision):
     Return which steps were applied, the rows of the poisoned step that are not finite, full weights and counters.
     """
     from infcl.checkpoint.load import full_weights
-    from infcl.parallel import init_parallel
 
-    parallel = init_parallel("cpu")
     batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    engine = engine_of(ToyCLIP(logit_scale=START), settings(preset, precision=precision), parallel, batch)
+    engine = engine_on_cpu(ToyCLIP(logit_scale=START), preset, MICRO_BATCHES, MICRO_BATCH_SIZE, precision=precision)
     applied, finite = [], None
     for step in range(STEPS):
         own = own_micro_batches(batch, rank, global_batch(batch.global_batch_size, seed=step))
