@@ -80,15 +80,12 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
     if resume is None or (resume == "latest" and run.is_replaced):
         return None
     if resume != "latest" and not from_first_rank(lambda: _is_given_again(resume, run)):
-        found = [_check_together(Path(resume), parallel) or _own_ones(Path(resume), run)]
-        dist.broadcast_object_list(found, src=0)
-        if found[0]:
-            raise ValueError(f"--resume {resume}: {found[0]}")
+        problem = _check_together(Path(resume), parallel) or from_first_rank(lambda: _own_ones(Path(resume), run))
+        if problem:
+            raise ValueError(f"--resume {resume}: {problem}")
         return Path(resume)
-    candidates = [complete_checkpoints(run)]
-    dist.broadcast_object_list(candidates, src=0)
     problems = []
-    for path in candidates[0]:
+    for path in from_first_rank(lambda: complete_checkpoints(run)):
         problem = _check_together(path, parallel)
         if problem is None:
             return path
@@ -252,9 +249,7 @@ def _read_manifest(path: Path) -> dict:
     except (FileNotFoundError, NotADirectoryError):
         inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
         hint = f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
-        missing = (
-            f"{MANIFEST} is missing" if path.is_dir() else "a file" if path.exists() else "there is no such folder"
-        )
+        missing = f"{MANIFEST} is missing" if path.is_dir() else "there is no such folder"
         raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None
 
 

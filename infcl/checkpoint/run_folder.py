@@ -72,17 +72,6 @@ class RunFolder:
         self.running = self.root / "running.json"
         self._written: dict = {}  # what this process wrote to running.json
 
-    def write_identity(self, config: TrainConfig, model_config_json: str, parallel: Parallel) -> None:
-        """Write config.json, model_config.json, environment.json and the tokenizer. Rank 0 only."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.root / "config.json", config.to_json())
-        write_atomic(self.model_config, model_config_json)
-        write_atomic(self.root / "environment.json", json.dumps(describe_environment(parallel), indent=2) + "\n")
-        if config.tokenizer is None or not Path(config.tokenizer).is_file():  # open_clip's tokenizer has no file
-            return
-        with contextlib.suppress(shutil.SameFileError):  # a resumed run uses its own copy
-            shutil.copyfile(config.tokenizer, self.tokenizer)
-
     def open(
         self, config: TrainConfig, model_config_json: str, parallel: Parallel, begins_from: Path | None = None
     ) -> list[str]:
@@ -105,17 +94,25 @@ class RunFolder:
             changed: list[str] = []
             self.require_free()
             try:
-                if self.is_replaced:
-                    self.clear()
+                if self.is_replaced and self.root.exists():
+                    shutil.rmtree(self.root)
                 before = RunFolder(begins_from.resolve().parent.parent) if begins_from else self
                 if (before.root / "config.json").is_file():
                     changed = before.other_flags(config, parallel.dp_size)
-                self.write_identity(config, model_config_json, parallel)
-                self._written = _this_process()  # stored, since the creation time changes when the clock is set
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                write_atomic(self.root / "config.json", config.to_json())
+                write_atomic(self.model_config, model_config_json)
+                environment = json.dumps(describe_environment(parallel), indent=2)
+                write_atomic(self.root / "environment.json", environment + "\n")
+                if config.tokenizer is not None and Path(config.tokenizer).is_file():  # open_clip's has no file
+                    with contextlib.suppress(shutil.SameFileError):  # a resumed run uses its own copy
+                        shutil.copyfile(config.tokenizer, self.tokenizer)
+                created = psutil.Process().create_time()  # stored, since it changes when the clock is set
+                self._written = {"host": socket.gethostname(), "pid": os.getpid(), "created": created}
                 write_atomic(self.running, json.dumps(self._written))
             except OSError as error:
                 why = why_not_written(error)
-                raise ValueError(f"{self.root} cannot be written ({why}): fix that, or give other --logs") from error
+                raise ValueError(f"{self.root} cannot be written ({why}): fix that or choose another --logs") from error
             return changed
 
         changed = from_first_rank(prepare)
@@ -134,8 +131,8 @@ class RunFolder:
         there = self._trainer()
         if there["host"] == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(**there):
             raise ValueError(
-                f"{self.root} is being trained by process {there['pid']} of this host: wait until it ends, end it, or "
-                "choose another --name"
+                f"{self.root} is being trained by process {there['pid']} of this host: wait until it exits, stop it, "
+                "or choose another --name"
             )
 
     def taken_by(self) -> str | None:
@@ -207,11 +204,14 @@ class RunFolder:
         Raises:
             ValueError: on all ranks, with the nodes that do not see the files.
         """
-        said = [(self.root / "environment.json").read_text() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(said, src=0)
+        file = self.root / "environment.json"
+        written = from_first_rank(file.read_bytes)
         deadline = time.monotonic() + 15
-        while not (sees := _text_of(self.root / "environment.json") == said[0]) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        sees = False
+        while not sees and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                sees = file.read_bytes() == written
+            time.sleep(0 if sees else 0.2)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (socket.gethostname(), sees))
         if blind := dict.fromkeys(host for host, sees in everyone if not sees):
@@ -219,11 +219,6 @@ class RunFolder:
                 f"{', '.join(blind)}: {self.root} is not the folder that {everyone[0][0]} writes to: --logs has to be "
                 "on storage that all hosts share"
             )
-
-    def clear(self) -> None:
-        """Remove the earlier run. Rank 0 only."""
-        if self.root.exists():
-            shutil.rmtree(self.root)
 
 
 def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
@@ -272,20 +267,10 @@ def _require_nothing_inside(run: RunFolder, config: TrainConfig) -> None:
 
 def default_name(config: TrainConfig, world_size: int) -> str:
     """Return open_clip's default: time-model-lr-b(atch size)-j (workers)-p(recision), with w(orld size) added."""
-    parts = [
-        time.strftime("%Y_%m_%d-%H_%M_%S"),
-        f"model_{Path(config.model).stem}",
-        f"lr_{config.lr:g}",
-        f"b_{config.batch_size}",
-        f"w_{world_size}",
-        f"j_{config.workers}",
-        f"p_{config.precision or 'auto'}",
-    ]
-    return "-".join(parts)
-
-
-def _this_process() -> dict:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "created": psutil.Process().create_time()}
+    return (
+        f"{time.strftime('%Y_%m_%d-%H_%M_%S')}-model_{Path(config.model).stem}-lr_{config.lr:g}-b_{config.batch_size}"
+        f"-w_{world_size}-j_{config.workers}-p_{config.precision or 'auto'}"
+    )
 
 
 def _is_alive(host: str, pid: int, created: float) -> bool:
@@ -295,13 +280,6 @@ def _is_alive(host: str, pid: int, created: float) -> bool:
         return abs(process.create_time() - created) < 2 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _text_of(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
 
 
 def write_atomic(path: Path, text: str) -> None:
