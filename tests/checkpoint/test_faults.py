@@ -204,7 +204,7 @@ def test_when_the_launcher_or_its_command_dies_the_ranks_save_and_end(demo_folde
     assert newest == f"step_{stopped_at:08d}"
 
 
-def test_a_loader_s_worker_that_is_killed_is_told_with_its_rank_and_memory(demo_folder, tmp_path):
+def test_a_loader_s_worker_that_is_killed_is_reported_with_its_rank_and_memory(demo_folder, tmp_path):
     """Not with a traceback of the line in which word of it came: torch raises from the handler of a signal."""
     started = time.monotonic()
     result = alone(["tests/lib/fault_run.py", "0", "2", "replay", "0", *flags(demo_folder, tmp_path)])

@@ -128,7 +128,7 @@ def test_models_that_open_clip_cannot_load_say_so(tokenizer_model, tmp_path):
     assert torch.equal(loaded(images)["image_features"], model(images)["image_features"])
 
 
-def test_foreign_weights_and_tokenizers_are_refused_before_anything_is_written(tokenizer_model, tmp_path):
+def test_foreign_weights_and_tokenizers_are_rejected_before_anything_is_written(tokenizer_model, tmp_path):
     cfg, out = small_config(), tmp_path / "out"
     weights = dict(CLIP(cfg).state_dict())
     with pytest.raises(ValueError, match=r"missing \['visual.proj'\], unknown \['extra'\]"):

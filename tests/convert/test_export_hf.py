@@ -1,8 +1,9 @@
-"""The hf export is the model for transformers: features, tokens and pixels; what CLIPModel cannot express is refused.
+"""The hf export is the model for transformers: features, tokens and pixels; what CLIPModel cannot express is rejected.
 
 transformers comes with requirements.txt (from Python 3.11 on); the tests that load with it are skipped without.
 """
 
+import importlib.util
 import json
 import unicodedata
 
@@ -14,10 +15,11 @@ from infcl.convert.export import export_model, load_exported
 from infcl.convert.hf_clip import from_hf, hf_config, to_hf
 from infcl.convert.model_card import LOSS_CURVE
 from infcl.data.tokenizer import Tokenizer, canonicalise, repair
+from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from infcl.models import CLIP, load_model_config, with_tokenizer
 from infcl.models.config import parse_model_config
 from tests.lib.checkout import GOLDEN_MODEL
-from tests.lib.open_clip_stub import import_transformers
+from tests.lib.open_clip_stub import import_open_clip, import_transformers
 from tests.lib.ranks import run_ranks
 from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, LANGUAGES, TEXTS, small_config
 from tests.lib.training import demo_config, fit
@@ -175,7 +177,7 @@ def test_names_map_there_and_back_without_loss():
         ({}, {}, {"init_logit_bias": -10.0}, "init_logit_bias"),
     ],
 )
-def test_what_clip_model_cannot_express_is_refused_before_anything_is_written(vision, text, top, message, tmp_path):
+def test_what_clip_model_cannot_express_is_rejected_before_anything_is_written(vision, text, top, message, tmp_path):
     fields = {**small_config().to_dict(), **top}
     fields["vision_cfg"] |= vision
     fields["text_cfg"] |= text
@@ -185,7 +187,7 @@ def test_what_clip_model_cannot_express_is_refused_before_anything_is_written(vi
     assert not (tmp_path / "out").exists()
 
 
-def test_a_convolutional_stem_is_refused():
+def test_a_convolutional_stem_is_rejected():
     cfg = with_tokenizer(load_model_config(GOLDEN_MODEL), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
     assert cfg.vision_cfg.conv_stem is not None
     with pytest.raises(ValueError, match="vision_cfg.conv_stem.*Export it as open_clip or safetensors"):
@@ -241,3 +243,48 @@ def test_card_tells_data_batch_curve_and_evaluation(tmp_path):
         assert row in card, row
     assert "10000" not in card
     assert (tmp_path / "out" / LOSS_CURVE).exists()
+
+
+BPE_CAPTIONS = [
+    "A photo of a Dog, brown!",
+    "it's 1995:  they'll\tsay \u201cwow\u201d \u2026 isn\u2019t it?",
+    "cafe\u0301 na\u00efve \u00dcber stra\u00dfe",
+    "\u732b\u306e\u5199\u771f \u0441\u043e\u0431\u0430\u043a\u0430 \U0001f436",
+    *LANGUAGES,
+    "",
+    "one two three four " * 30,
+]
+
+
+@pytest.fixture
+def bpe_cfg():
+    """A model with CLIP's own vocabulary."""
+    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 4, "layers": 1}
+    return parse_model_config({"embed_dim": 24, "vision_cfg": vision, "text_cfg": text})
+
+
+def test_the_exported_tokenizer_of_clip_gives_the_ids_of_training(bpe_cfg, tmp_path):
+    import_open_clip()
+    transformers = import_transformers()
+    export_model(CLIP(bpe_cfg).state_dict(), bpe_cfg, None, tmp_path / "hf", format="hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    expected = OpenClipTokenizer("open_clip:ViT-B-32", 77)(BPE_CAPTIONS)
+    rows = theirs(BPE_CAPTIONS, **options).input_ids
+    after_the_end = (expected == 49407).cumsum(1) > 0
+    assert torch.equal(rows, expected.masked_fill(after_the_end, 49407))
+    assert 'from_pretrained("FOLDER")\nprocessor' in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_without_open_clip_the_export_ends_before_it_writes_a_folder_without_a_tokenizer(
+    bpe_cfg, tmp_path, monkeypatch
+):
+    """transformers answered each caption with [0, 2, 2, ...] from such a folder, and said nothing."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: name != "open_clip" and find(name, *more) or None
+    )
+    with pytest.raises(ValueError, match="--format hf .* pip install open_clip_torch"):
+        export_model(CLIP(bpe_cfg).state_dict(), bpe_cfg, None, tmp_path / "hf", format="hf")
+    assert not (tmp_path / "hf").exists()

@@ -212,7 +212,7 @@ def test_settings_that_shapes_do_not_show_must_agree(kind, source, tmp_path):
     load_pretrained(seeded(config(text={"heads": 2}), 2), image=path)
 
 
-def test_what_a_clip_model_computes_otherwise_is_refused(source, tmp_path):
+def test_what_a_clip_model_computes_otherwise_is_rejected(source, tmp_path):
     path = write("folder_hf", source, tmp_path)
     written = json.loads((path / "config.json").read_text())
     for section, change in (
@@ -237,15 +237,15 @@ def test_clip_model_pools_at_the_eos_that_it_names_also_where_larger_ids_exist(e
 
 def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
     with_bias = seeded(config(init_logit_bias=-10.0), 2)
-    (told,) = load_pretrained(with_bias, str(write("pt", source, tmp_path)))
-    assert told.endswith("; logit_bias is not there: it begins as the loss's")
+    (line,) = load_pretrained(with_bias, str(write("pt", source, tmp_path)))
+    assert line.endswith("; logit_bias is not there: it begins as the loss's")
     assert with_bias.logit_bias.item() == -10.0
     (tmp_path / "other").mkdir()
-    (told,) = load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
-    assert told.endswith("; its logit_bias is left out")
+    (line,) = load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
+    assert line.endswith("; its logit_bias is left out")
 
 
-def test_position_embeddings_that_are_resized_or_cut_are_told(source, tmp_path):
+def test_position_embeddings_that_are_resized_or_cut_are_reported(source, tmp_path):
     path, model = str(write("pt", source, tmp_path)), seeded(config({"image_size": 48}, {"context_length": 8}), 2)
     changes = "its 17 image positions are interpolated to 37; of its 12 text positions the first 8 are taken"
     assert load_pretrained(model, path) == [f"all weights are those of {path}; {changes}"]
@@ -253,10 +253,10 @@ def test_position_embeddings_that_are_resized_or_cut_are_told(source, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_damaged_file_is_refused_or_read_whatever_torch_makes_of_it(tmp_path, zipped):
+def test_a_damaged_file_is_rejected_or_read_whatever_torch_raises(tmp_path, zipped):
     """Never another error: torch.load raises a dozen types."""
     torch.save({"a": torch.ones(3, 4), "b": "text"}, tmp_path / "whole.pt", _use_new_zipfile_serialization=zipped)
-    whole, chance, refused = (tmp_path / "whole.pt").read_bytes(), random.Random(0), 0
+    whole, chance, rejected = (tmp_path / "whole.pt").read_bytes(), random.Random(0), 0
     for _ in range(300):
         damaged = bytearray(whole[: chance.randrange(len(whole) + 1)] if chance.random() < 0.3 else whole)
         for place in chance.choices(range(min(300, len(damaged)) or 1), k=3):
@@ -265,11 +265,11 @@ def test_a_damaged_file_is_refused_or_read_whatever_torch_makes_of_it(tmp_path, 
         try:
             read_weights(tmp_path / "damaged.pt")
         except ValueError:
-            refused += 1
-    assert refused > 100
+            rejected += 1
+    assert rejected > 100
 
 
-def test_files_that_would_run_code_are_refused(tmp_path):
+def test_files_that_would_run_code_are_rejected(tmp_path):
     torch.save({"a": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
     (tmp_path / "noise.bin").write_bytes(b"not a checkpoint")
     for number, content in enumerate((b"", b"\x80", b"other bytes\n")):  # each raises another type in torch.load
@@ -283,9 +283,9 @@ def test_files_that_would_run_code_are_refused(tmp_path):
         ("list.pt", "no state dict"),
         ("nothing.pt", "no such file"),
     ):
-        with pytest.raises(ValueError, match=message) as refused:
+        with pytest.raises(ValueError, match=message) as rejected:
             read_weights(tmp_path / name)
-        assert "Re-running" not in str(refused.value)  # torch's advice
+        assert "Re-running" not in str(rejected.value)  # torch's advice
     assert not (tmp_path / "ran").exists()
     with pytest.raises(ValueError, match="no weights there"):
         read_weights(tmp_path)

@@ -23,7 +23,7 @@ def rate(step, **flags):
     return schedule(**flags)(step)
 
 
-def test_a_peak_that_is_not_reached_is_told():
+def test_a_peak_that_is_not_reached_is_reported():
     cooldown = {"lr_scheduler": "const-cooldown", "lr": 0.5}
     assert schedule(warmup=TOTAL).oddity().startswith("the run ends with the warm-up: ")
     assert "lr reaches 0.001 of 0.001" in schedule(warmup=TOTAL).oddity()
@@ -144,7 +144,7 @@ def test_constant_stays_and_cooldown_falls_over_the_last_epochs():
     assert rate(80, **cooldown, lr_cooldown_power=2.0) == pytest.approx(1e-4 + 0.25 * (LR - 1e-4))
 
 
-def test_the_end_of_a_cooldown_scales_with_the_batch_and_is_told():
+def test_the_end_of_a_cooldown_scales_with_the_batch_and_is_reported():
     flags = {"lr_scheduler": "const-cooldown", "epochs_cooldown": 5, "warmup": 0, "lr_cooldown_end": 1e-4}
     scaled = schedule(lr_scaling="linear", lr_base_batch=1024, **flags)
     assert scaled(TOTAL) == pytest.approx(4e-4)

@@ -128,7 +128,7 @@ def refusals(rank, world_size, rows):
         ([(4, 2), (4, 2)], "needs two sets of features of one shape"),
     ],
 )
-def test_rows_that_cannot_be_shared_out_are_refused_on_all_ranks_also_where_one_group_has_them(rows, message):
+def test_rows_that_cannot_be_shared_out_are_rejected_on_all_ranks_also_where_one_group_has_them(rows, message):
     """A rank that refused them alone would leave the others in the ring. Then the ranks can continue."""
     for wrong, right, wrong_of_a_fixed_shape, then_right in run_ranks(refusals, 4, [rows, [(4, 4)] * 2]):
         assert message in wrong and message in wrong_of_a_fixed_shape and right is then_right is None

@@ -25,7 +25,7 @@ def whole_values(model, part_of=lambda parameter: parameter.detach()) -> dict[st
     return values
 
 
-def test_a_refused_size_names_those_that_divide_both_towers():
+def test_a_rejected_size_names_those_that_divide_both_towers():
     """ViT-L-14's image tower alone could be split over 8 ranks, its text tower over 3."""
     for size, count in ((3, "16 heads of the image tower"), (8, "12 heads of the text tower")):
         with pytest.raises(ValueError, match=f"size {size} does not divide the {count}.* over 2, 4 ranks"):

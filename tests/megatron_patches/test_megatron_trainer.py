@@ -225,7 +225,7 @@ def layout_refusal(rank, world_size, size):
     return refused(layout, size)
 
 
-def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_path, model):
+def test_sizes_that_do_not_fit_are_rejected_with_the_numbers(demo_folder, tmp_path, model):
     refused = run_ranks(layout_refusal, 2, 4)
     assert "--tensor-parallel-size 4 does not divide the number of ranks, 2" in refused[0] and refused[0] == refused[1]
     assert "deepspeed --num_gpus 4" in refused[0] and refused[0].endswith("or use --tensor-parallel-size 1 or 2")
@@ -245,6 +245,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(demo_folder, tmp_pat
         ({"sequence_parallel": True}, "--sequence-parallel needs --tensor-parallel-size"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(demo_folder, tmp_path, changes, message):
+def test_flags_that_cannot_work_are_rejected(demo_folder, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         validate(demo_config(demo_folder, tmp_path, **changes))
