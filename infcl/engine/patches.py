@@ -6,7 +6,7 @@ This file has the small workarounds; zero3.py has those with state.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, partial
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class Patch:
         if not hasattr(owner, name):
             raise AttributeError(f"this DeepSpeed has no {self.symbol}: tested with DeepSpeed {TESTED}")
         setattr(owner, name, make(getattr(owner, name)))
+
+    def wrap(self, owner: Any, replacement: Callable[..., Any]) -> None:
+        """Replace the symbol of `owner` by a call of `replacement`, with the installed function as first argument."""
+        self.apply(owner, lambda installed: partial(replacement, installed))
 
 
 FORWARD = Patch(
@@ -128,21 +132,18 @@ def scale_between_steps(scaler: Any) -> Callable[[], None]:
     """
     finite_steps: list[Callable[[], None]] = []
 
-    def deferred(update: Callable[[bool], None]) -> Callable[[bool], None]:
-        def update_scale(overflow: bool) -> None:
-            if overflow:  # the step is skipped, so nothing is divided by the scale
-                update(True)
-            else:
-                finite_steps.append(lambda: update(False))
-
-        return update_scale
+    def update_later(update: Callable[[bool], None], overflow: bool) -> None:
+        if overflow:  # the step is skipped, so nothing is divided by the scale
+            update(True)
+        else:
+            finite_steps.append(lambda: update(False))
 
     def settle() -> None:
         while finite_steps:
             finite_steps.pop()()
 
     LEAST_SCALE.apply(scaler, lambda raises: False)
-    SCALE.apply(scaler, deferred)
+    SCALE.wrap(scaler, update_later)
     return settle
 
 
@@ -151,14 +152,11 @@ def release_by_the_present_trace(optimizer: Any) -> None:
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     cache = _cached_function(type(coordinator)._PartitionedParameterCoordinator__params_to_release)
 
-    def forgetting(invalidate: Callable[[], None]) -> Callable[[], None]:
-        def invalidate_and_forget() -> None:
-            invalidate()
-            cache.cache_clear()
+    def invalidate_and_clear(invalidate: Callable[[], None]) -> None:
+        invalidate()
+        cache.cache_clear()
 
-        return invalidate_and_forget
-
-    TRACE.apply(coordinator, forgetting)
+    TRACE.wrap(coordinator, invalidate_and_clear)
 
 
 def _cached_function(function: Any) -> _lru_cache_wrapper:
@@ -196,20 +194,17 @@ def reduce_what_is_left(optimizer: Any, device: torch.device) -> None:
             reached.add(parameter)
         reduce(parameter, *group)
 
-    def finishing(finish: Callable[[], None]) -> Callable[[], None]:
-        def finish_all() -> None:
-            if optimizer.is_gradient_accumulation_boundary():
-                for parameter, group in trainable if len(reached) < len(trainable) else ():
-                    if parameter not in reached:
-                        _have_gradient(optimizer, parameter, device)
-                        reduce(parameter, *group)
-                reached.clear()
-            finish()
-
-        return finish_all
+    def finish_all(finish: Callable[[], None]) -> None:
+        if optimizer.is_gradient_accumulation_boundary():
+            for parameter, group in trainable if len(reached) < len(trainable) else ():
+                if parameter not in reached:
+                    _have_gradient(optimizer, parameter, device)
+                    reduce(parameter, *group)
+            reached.clear()
+        finish()
 
     GRADIENT.apply(optimizer, lambda installed: reduce_and_note)
-    EPILOGUE.apply(optimizer, finishing)
+    EPILOGUE.wrap(optimizer, finish_all)
 
 
 def _have_gradient(optimizer: Any, parameter: Any, device: torch.device) -> None:
@@ -277,24 +272,18 @@ def add_to_norm(optimizer: Any, flag: torch.Tensor) -> None:
     norm anyway and skips the step itself.
     """
 
-    def adding(all_reduce: Callable[..., None]) -> Callable[..., None]:
-        def all_reduce_and_add(tensor: torch.Tensor, op: Any) -> None:
-            all_reduce(tensor=tensor, op=op)
-            if tensor.is_floating_point():  # the other calls pass bytes, the overflow flags
-                tensor.add_(flag.view_as(tensor))
+    def all_reduce_and_add(all_reduce: Callable[..., None], tensor: torch.Tensor, op: Any) -> None:
+        all_reduce(tensor=tensor, op=op)
+        if tensor.is_floating_point():  # the other calls pass bytes, the overflow flags
+            tensor.add_(flag.view_as(tensor))
 
-        return all_reduce_and_add
-
-    def with_flag(get_gradients: Callable[..., Any]) -> Callable[..., Any]:
-        def get_gradients_and_flag(for_clipping: bool = False):
-            if for_clipping:
-                return get_gradients(for_clipping=True)
-            gradients, of_experts = get_gradients()
-            return [*gradients, flag], of_experts
-
-        return get_gradients_and_flag
+    def get_gradients_and_flag(get_gradients: Callable[..., Any], for_clipping: bool = False):
+        if for_clipping:
+            return get_gradients(for_clipping=True)
+        gradients, of_experts = get_gradients()
+        return [*gradients, flag], of_experts
 
     if hasattr(optimizer, "_model_parallel_all_reduce"):  # DeepSpeed calls it with a group's sum of squares
-        NORM_OVER_PARTS.apply(optimizer, adding)
+        NORM_OVER_PARTS.wrap(optimizer, all_reduce_and_add)
     else:
-        NORM_OF_BF16.apply(optimizer, with_flag)
+        NORM_OF_BF16.wrap(optimizer, get_gradients_and_flag)

@@ -66,63 +66,48 @@ class KeptParameters:
         self._iterate, self._is_leaf = parameter_offload.iter_params, parameter_offload.z3_leaf_module
         self._parameters: dict[Any, list[Any]] = {}  # parameters per module, or per unit that is gathered as one
         self._entered: set[tuple[Any, str]] = set()  # (module, pass) whose DeepSpeed hook was entered and not left
-        if self.fits:
-            self._replace(hooks, hooks.get_param_coordinator())
+        if not self.fits:
+            return
+        coordinator = hooks.get_param_coordinator()
+        RELEASE.wrap(coordinator, self._release)
+        RELEASE_ALL.wrap(coordinator, self._release_for_the_update)
+        PRE_FORWARD.wrap(hooks, partial(self._enter, "forward"))
+        POST_FORWARD.wrap(hooks, partial(self._leave, "forward"))
+        PRE_BACKWARD.wrap(hooks, partial(self._enter, "backward"))
+        POST_BACKWARD.wrap(hooks, partial(self._leave, "backward"))
 
     def keep(self, wanted: bool) -> None:
         """Keep parameters or not. With False, forwards between steps release as DeepSpeed does."""
         self.on = wanted and self.fits
         self.gathered = self.gathered and self.on
 
-    def _replace(self, hooks: Any, coordinator: Any) -> None:
-        RELEASE.apply(coordinator, self._unless_kept)
-        RELEASE_ALL.apply(coordinator, self._for_the_update)
-        for pass_, before, after in (
-            ("forward", PRE_FORWARD, POST_FORWARD),
-            ("backward", PRE_BACKWARD, POST_BACKWARD),
-        ):
-            before.apply(hooks, partial(self._on_entry, pass_))
-            after.apply(hooks, partial(self._on_exit, pass_))
+    def _release(self, release: Callable[..., None], parameter: Any, *args: Any, **options: Any) -> None:
+        if not self.on:
+            release(parameter, *args, **options)
 
-    def _unless_kept(self, release: Callable[..., None]) -> Callable[..., None]:
-        def release_unless_kept(parameter: Any, *args: Any, **options: Any) -> None:
-            if not self.on:
-                release(parameter, *args, **options)
+    def _release_for_the_update(self, release_all: Callable[[Any], None], module: Any) -> None:
+        kept, self.on = self.on, False
+        self.gathered = False
+        self._entered.clear()
+        try:
+            release_all(module)
+        finally:
+            self.on = kept
 
-        return release_unless_kept
+    def _enter(self, pass_: str, fetch: Callable[[Any], None], module: Any) -> None:
+        if self.gathered and self._is_whole(module):
+            if pass_ == "forward":
+                self._stack.append(module)  # the hook after the forward pops it
+            return
+        self._entered.add((module, pass_))
+        fetch(module)
 
-    def _for_the_update(self, release_all: Callable[[Any], None]) -> Callable[[Any], None]:
-        def release_for_the_update(module: Any) -> None:
-            kept, self.on = self.on, False
-            self.gathered = False
-            self._entered.clear()
-            try:
-                release_all(module)
-            finally:
-                self.on = kept
-
-        return release_for_the_update
-
-    def _on_entry(self, pass_: str, fetch: Any) -> Any:
-        def enter(module: Any) -> None:
-            if self.gathered and self._is_whole(module):
-                if pass_ == "forward":
-                    self._stack.append(module)  # the hook after the forward pops it
-                return
-            self._entered.add((module, pass_))
-            fetch(module)
-
-        return enter
-
-    def _on_exit(self, pass_: str, leave: Any) -> Any:
-        def exit_(module: Any) -> None:
-            if (module, pass_) in self._entered:
-                self._entered.discard((module, pass_))
-                leave(module)
-            if module is self._root and pass_ == "forward":
-                self.gathered = self.on
-
-        return exit_
+    def _leave(self, pass_: str, leave: Callable[[Any], None], module: Any) -> None:
+        if (module, pass_) in self._entered:
+            self._entered.discard((module, pass_))
+            leave(module)
+        if module is self._root and pass_ == "forward":
+            self.gathered = self.on
 
     def _is_whole(self, module: Any) -> bool:
         if module not in self._parameters:
@@ -146,19 +131,16 @@ def reduce_in_few_launches(optimizer: Any) -> bool:
         return False
     reducer = _Reducer(optimizer, getattr(optimizer, SUMS), types.pop(), groups.pop())
 
-    def reducing(finish: Callable[[], None]) -> Callable[[], None]:
-        def finish_backward() -> None:
-            reducer.reduce()
-            if optimizer.is_gradient_accumulation_boundary():
-                finish()  # the host waits for the stream
-                reducer.in_flight.clear()
-            else:  # the rest of `finish` is for the update
-                optimizer._epilogue_ran_this_backward = True
-
-        return finish_backward
+    def finish_backward(finish: Callable[[], None]) -> None:
+        reducer.reduce()
+        if optimizer.is_gradient_accumulation_boundary():
+            finish()  # the host waits for the stream
+            reducer.in_flight.clear()
+        else:  # the rest of `finish` is for the update
+            optimizer._epilogue_ran_this_backward = True
 
     GRADIENT.apply(optimizer, lambda installed: reducer.take)
-    EPILOGUE.apply(optimizer, reducing)
+    EPILOGUE.wrap(optimizer, finish_backward)
     for bucket in optimizer.ipg_buckets.values():
         bucket.buffer = None  # unused
     return True
