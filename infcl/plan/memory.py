@@ -113,7 +113,7 @@ def bucket_bytes(load: Load, *, graph: float = 0.0) -> float:
     3 with half-precision parameters, else 4. FP32 buckets that fill before the backward ends are flattened while
     activations exist, except for the share of the `graph` bytes that is freed by then.
 
-    Stage 3 without offload has gradients instead of a buffer (engine/reduce.py): the filling bucket, one in transit,
+    Stage 3 without offload has gradients instead of a buffer (engine/zero3.py): the filling bucket, one in transit,
     and its flattened copy. A bucket larger than the model counts in full, like DeepSpeed's own buffer. The actual bytes
     are between zero and twice the model's gradients.
     """
