@@ -67,7 +67,7 @@ def init_tensor_parallel(parallel: Parallel, size: int, *, on_host: bool = False
 
 
 def check_layout(size: int | None = None) -> None:
-    """Check that megatron-core's layout is tensor- and data-parallel only.
+    """Check that megatron-core's layout, if it exists yet, is tensor- and data-parallel only.
 
     Args:
         size: the tensor-parallel size to expect; None: any.
@@ -75,6 +75,8 @@ def check_layout(size: int | None = None) -> None:
     Raises:
         ValueError: the layout has pipeline or context parallelism, or another tensor-parallel size.
     """
+    if not parallel_state.is_initialized():
+        return
     others = {
         "pipeline-model-parallel": parallel_state.get_pipeline_model_parallel_world_size(),
         "context-parallel": parallel_state.get_context_parallel_world_size(),

@@ -72,7 +72,7 @@ class ContrastiveStep:
     ):
         self.get_batch, self.encode, self.name, self.options = get_batch, encode, name, options
         ContrastiveLoss(name, **options)  # reject an unknown option before Megatron starts
-        _check_layout_if_made()
+        check_layout()
 
     def __call__(self, data_iterator: Iterator, model: nn.Module) -> tuple[Features, Callable]:
         """Encode one micro-batch; return its features and the function with which Megatron computes the loss."""
@@ -117,7 +117,7 @@ def share_one_loss() -> None:
         RuntimeError: Megatron-LM's training loop cannot be imported or has another signature.
         ValueError: Megatron uses pipeline or context parallelism. Raised here if its groups exist, else by the step.
     """
-    _check_layout_if_made()
+    check_layout()
     Patch(
         "megatron.training.training.get_forward_backward_func",
         "takes a loss per micro-batch, a contrastive loss needs all of them",
@@ -133,11 +133,6 @@ def report(value: torch.Tensor) -> dict[str, torch.Tensor]:
 def _one(value: torch.Tensor) -> torch.Tensor:
     """Return 1, the number of tokens that a mean loss reports, [] int32."""
     return torch.ones_like(value, dtype=torch.int32)
-
-
-def _check_layout_if_made() -> None:
-    if parallel_state.is_initialized():
-        check_layout()
 
 
 def _wrap(installed: Callable) -> Callable:

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 ATTRIBUTE = "tensor_parallel_split"  # attribute of a parameter: its Split, which infcl.engine.state uses
-_MARK = "tensor_model_parallel"  # attribute of a parameter that the norms of DeepSpeed and Megatron look for
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,3 @@ class Split:
         shape = list(part)
         shape[self.dim] *= self.size
         return torch.Size(shape)
-
-
-def split_parameter(module: nn.Module, name: str, split: Split) -> None:
-    """Replace `module`'s parameter by this rank's shard, marked so that gradient norms include every rank's shard."""
-    whole = getattr(module, name)
-    part = nn.Parameter(split.part(whole.detach()), requires_grad=whole.requires_grad)
-    setattr(part, _MARK, True)
-    setattr(part, ATTRIBUTE, split)
-    setattr(module, name, part)

@@ -26,7 +26,11 @@ from infcl.models.clip import CLIP
 from infcl.models.config import check_divides
 from infcl.models.transformer import ResidualBlock, Transformer
 from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Sharing
-from megatron_patches.split import ATTRIBUTE, Split, split_parameter
+from megatron_patches.split import ATTRIBUTE, Split
+
+_COUNTED = (
+    "tensor_model_parallel"  # attribute of a parameter whose shards the norms of DeepSpeed and Megatron all count
+)
 
 
 def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
@@ -85,8 +89,12 @@ def cut_block(block: ResidualBlock, group: dist.ProcessGroup) -> None:
         (block.mlp.c_fc, "bias", rows),
         (block.mlp.c_proj, "weight", columns),
     ):
-        if not hasattr(getattr(owner, name), ATTRIBUTE):
-            split_parameter(owner, name, split)
+        full = getattr(owner, name)
+        if not hasattr(full, ATTRIBUTE):
+            part = nn.Parameter(split.part(full.detach()), requires_grad=full.requires_grad)
+            setattr(part, ATTRIBUTE, split)
+            setattr(part, _COUNTED, True)
+            setattr(owner, name, part)
 
 
 def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
