@@ -28,9 +28,7 @@ from infcl.models.transformer import ResidualBlock, Transformer
 from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Sharing
 from megatron_patches.split import ATTRIBUTE, Split
 
-_COUNTED = (
-    "tensor_model_parallel"  # attribute of a parameter whose shards the norms of DeepSpeed and Megatron all count
-)
+_COUNTED = "tensor_model_parallel"  # attribute of a parameter: the norms of DeepSpeed and Megatron count every shard
 
 
 def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
