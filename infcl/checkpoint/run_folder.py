@@ -179,22 +179,17 @@ class RunFolder:
         there, now = self.flags(), json.loads(config.to_json())
         if not there:
             return ["config.json there is damaged"]  # a resume does not need it
-        if dp_size is not None and (size_there := self._dp_size(there)) is not None:
-            with contextlib.suppress(KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration):
-                as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})
-                runs_there, runs_now = BatchPlan.of(as_there, size_there), BatchPlan.of(config, dp_size)
-                there["accum_freq"], now["accum_freq"] = runs_there.num_micro_batches, runs_now.num_micro_batches
         there = json.loads(TrainConfig().to_json()) | there  # older runs lack newer flags
+        if dp_size is not None:
+            # Without a readable environment.json, or with values that are no batch, the flags are compared.
+            with contextlib.suppress(OSError, KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration):
+                world_size = json.loads((self.root / "environment.json").read_text())["world_size"]
+                as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})
+                runs_there = BatchPlan.of(as_there, world_size // as_there.tensor_parallel_size)
+                runs_now = BatchPlan.of(config, dp_size)
+                there["accum_freq"], now["accum_freq"] = runs_there.num_micro_batches, runs_now.num_micro_batches
         names = sorted(set(now) - _MAY_DIFFER)
         return [f"{n} {there[n]} there, {now[n]} now" for n in names if there[n] != now[n]]
-
-    def _dp_size(self, flags: dict[str, Any]) -> int | None:
-        """Return the number of data-parallel ranks of the run's last start, or None if it is not known."""
-        try:
-            world_size = json.loads((self.root / "environment.json").read_text())["world_size"]
-            return world_size // flags.get("tensor_parallel_size", 1)
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-            return None
 
     def require_shared(self) -> None:
         """Wait up to 15 s until every rank sees what rank 0 wrote. Collective.
