@@ -67,10 +67,9 @@ STORED_FUNCTIONS = {
     ("infcl/models/attention.py", "model.caption_places"),  # our own towers
     ("infcl/train/compile.py", "block.run"),  # our own block
     ("infcl/train/finite.py", "module.on_input_gradient"),  # our own towers
-    ("megatron_patches/patches.py", "setattr(module, name)"),  # Patch.apply
-    ("megatron_patches/patches.py", "torch.cuda.current_device"),  # put back after a test of the installed function
-    ("megatron_patches/split.py", "setattr(module, name)"),  # a parameter
-    ("megatron_patches/split.py", "setattr(part, ATTRIBUTE)"),  # a mark
+    ("megatron_patches/patches.py", "setattr(importlib.import_module(path), name)"),  # Patch.apply
+    ("megatron_patches/towers.py", "setattr(owner, name)"),  # a parameter
+    ("megatron_patches/towers.py", "setattr(part, ATTRIBUTE)"),  # a mark
 }
 
 
