@@ -5,7 +5,9 @@ import random
 import numpy
 import pytest
 
+from tests.conftest import LONGEST
 from tests.lib import hosts
+from tests.lib.checkout import ROOT
 from tests.lib.cluster_run import small_disk
 from tests.lib.ranks import run_ranks
 
@@ -22,6 +24,10 @@ def test_ranks_draw_their_own_random_numbers_whatever_was_seeded_before():
     run_ranks(draw_and_seed, 2)
     first, second = run_ranks(draw_and_seed, 2)
     assert first[0] != second[0] and first[1] != second[1]
+
+
+def test_the_files_that_run_first_exist():
+    assert {f"test_{name}" for name in LONGEST.split()} <= {path.stem for path in ROOT.glob("tests/*/test_*.py")}
 
 
 def test_with_skips_fail_a_skip_fails_and_an_expected_failure_does_not(pytester):
