@@ -4,64 +4,21 @@ import dataclasses
 import importlib.util
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from infcl.config.settings import AUGMENTATIONS, AUTO_WORKERS, DEFAULT_PRESET, TrainConfig, option_of, shipped_preset
+from infcl.config.settings import AUGMENTATIONS, DEFAULT_PRESET, TrainConfig, option_of, shipped_preset
 
-POSITIVE = (
-    "captions_per_image",
-    "accum_freq",
-    "epochs",
-    "lr",
-    "lr_base_batch",
-    "eps",
-    "dist_timeout",
-    "tensor_parallel_size",
-    "host_timeout",
-    "log_every_n_steps",
-    "max_image_pixels",
-)
-NOT_NEGATIVE = (
-    "batch_size",
-    "wd",
-    "warmup",
-    "save_frequency",
-    "save_every_n_steps",
-    "val_frequency",
-    "profile",
-    "save_every_minutes",
-    "keep_checkpoints",
-    "keep_every_n_steps",
-    "max_skipped_steps",
-    "zeroshot_frequency",
-    "lock_image_unlocked_groups",
-    "lock_text_unlocked_layers",
-    "lr_cooldown_end",
-    "lr_cooldown_power",
-)
-POSITIVE_IF_GIVEN = (
-    "steps",
-    "global_batch_size",
-    "train_num_samples",
-    "grad_clip_norm",
-    "force_image_size",
-    "force_context_length",
-    "image_lr",
-    "text_lr",
-    "warmup_samples",
-    "epochs_cooldown",
-)
-BELOW_ONE = ("beta1", "beta2", "max_bad_fraction", "max_missing_shards")
+BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "> 0": (lambda value: value > 0, "must be greater than 0"),
+    ">= 0": (lambda value: value >= 0, "must not be negative"),
+    "[0, 1)": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),
+    "(0, 1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
+}  # of the fields' metadata
 PATHS = (
-    "train_data",
-    "val_data",
-    "zeroshot_data",
-    "tokenizer",
-    "deepspeed_config",
-    "pretrained",
-    "pretrained_image",
-    "pretrained_text",
-)
+    "train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config",
+    "pretrained", "pretrained_image", "pretrained_text",
+)  # fmt: skip
 _WEIGHTS = "it takes a file or folder of weights; nothing is downloaded by name"
 _MEANT = {  # hints for users who give a name instead of a path
     "--tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
@@ -79,7 +36,7 @@ def validate(config: TrainConfig) -> None:
     Raises:
         ValueError: for the first invalid setting, with its value and the fix.
     """
-    _check_ranges(config)
+    _check_bounds(config)
     _check_data(config)
     _check_schedule_and_towers(config)
     _check_memory_and_reports(config)
@@ -88,9 +45,8 @@ def validate(config: TrainConfig) -> None:
     _check_tensor_parallel(config)
     for name in PATHS:
         _check_plain_path(option_of(name), getattr(config, name))
-    unknown = set(config.aug_cfg) - set(AUGMENTATIONS)
-    if unknown:
-        raise ValueError(f"--aug-cfg knows {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
+    if unknown := set(config.aug_cfg) - set(AUGMENTATIONS):
+        raise ValueError(f"--aug-cfg takes {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
     parse_factors(config.train_data_upsampling_factors)
 
 
@@ -111,33 +67,22 @@ def parse_factors(text: str | None) -> list[float] | None:
     return factors
 
 
-def _check_ranges(config: TrainConfig) -> None:
+def _check_bounds(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        name, value, bounds = option_of(field.name), getattr(config, field.name), field.metadata["bounds"]
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{option_of(field.name)} {value} must be a finite number")
+            raise ValueError(f"{name} {value} must be a finite number")
+        if bounds is None or value is None:
+            continue
+        holds, words = BOUNDS[bounds]
+        if not holds(value):
+            raise ValueError(f"{name} {value} {words}" + ("; leave it out for none" if field.default is None else ""))
     if config.batch_size == 0 and config.global_batch_size is None:
         raise ValueError("--batch-size auto needs --global-batch-size: the samples per step")
-    for name in POSITIVE:
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{option_of(name)} {getattr(config, name)} must be greater than 0")
-    for name in NOT_NEGATIVE:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{option_of(name)} {getattr(config, name)} must not be negative")
-    if config.workers < AUTO_WORKERS:
-        raise ValueError(f"--workers {config.workers} must not be negative")
-    for name in POSITIVE_IF_GIVEN:
-        if getattr(config, name) is not None and getattr(config, name) <= 0:
-            raise ValueError(f"{option_of(name)} {getattr(config, name)} must be greater than 0; leave it out for none")
     if config.global_batch_size is not None and config.accum_freq != 1:
         raise ValueError("--accum-freq follows from --global-batch-size: leave one of them out")
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"--seed {config.seed} must lie in [0, 2**63)")
-    for name in BELOW_ONE:
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{option_of(name)} {getattr(config, name)} must lie in [0, 1)")
-    if config.force_patch_dropout is not None and not 0 <= config.force_patch_dropout < 1:
-        raise ValueError(f"--force-patch-dropout {config.force_patch_dropout} must lie in [0, 1)")
 
 
 def is_table(train_data: str | None) -> bool:
@@ -177,22 +122,18 @@ def _check_schedule_and_towers(config: TrainConfig) -> None:
         raise ValueError(
             f"--lr-cooldown-end {config.lr_cooldown_end:g}, the learning rate at the end, is above --lr {config.lr:g}"
         )
-    if config.lr_cooldown_end and config.lr_scheduler != "const-cooldown":
-        raise ValueError(f"--lr-cooldown-end has no meaning with --lr-scheduler {config.lr_scheduler}")
-    if config.epochs_cooldown and config.lr_scheduler != "const-cooldown":
-        raise ValueError(f"--epochs-cooldown has no meaning with --lr-scheduler {config.lr_scheduler}")
+    for name in ("lr_cooldown_end", "epochs_cooldown"):
+        if getattr(config, name) and config.lr_scheduler != "const-cooldown":
+            raise ValueError(f"{option_of(name)} has no meaning with --lr-scheduler {config.lr_scheduler}")
     unlocked_groups = config.lock_image_unlocked_groups + config.lock_text_unlocked_layers
     if config.lock_image and config.lock_text and not unlocked_groups:
         raise ValueError(
             "--lock-image with --lock-text leaves nothing to train but logit_scale: lock one tower, or leave groups of "
             "one trainable (--lock-image-unlocked-groups, --lock-text-unlocked-layers)"
         )
-    for lock, unlocked in (
-        ("lock_image", "lock_image_unlocked_groups"),
-        ("lock_text", "lock_text_unlocked_layers"),
-    ):
-        if getattr(config, unlocked) and not getattr(config, lock):
-            raise ValueError(f"{option_of(unlocked)} {getattr(config, unlocked)} needs {option_of(lock)}")
+    for lock, unlocked in (("lock_image", "lock_image_unlocked_groups"), ("lock_text", "lock_text_unlocked_layers")):
+        if (groups := getattr(config, unlocked)) and not getattr(config, lock):
+            raise ValueError(f"{option_of(unlocked)} {groups} needs {option_of(lock)}")
 
 
 def _check_memory_and_reports(config: TrainConfig) -> None:
@@ -221,7 +162,7 @@ def _check_loss(config: TrainConfig) -> None:
     asked = [("--duplicates", config.duplicates != "negative"), ("--negatives-key", config.negatives_key)]
     asked.append(("--captions-per-image", count > 1))
     if config.dataset_type == "synthetic" and (flags := [flag for flag, given in asked if given]):
-        raise ValueError(f"--dataset-type synthetic has nothing for {', '.join(flags)}")
+        raise ValueError(f"--dataset-type synthetic has no data for {', '.join(flags)}")
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
         raise ValueError(
             f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip: {config.loss} has no tiles and "
@@ -230,20 +171,15 @@ def _check_loss(config: TrainConfig) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    for name in ("image_layer_decay", "text_layer_decay"):
-        if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
-            raise ValueError(f"{option_of(name)} {getattr(config, name)} must lie in (0, 1]")
     if config.opt == "lamb" and config.wd_mode == "schedule":
         raise ValueError("--wd-mode schedule has no meaning with --opt lamb, whose decay is part of the update")
     if config.opt == "adamw8bit" and not _is_installed("bitsandbytes"):
         raise ValueError("--opt adamw8bit: bitsandbytes is not installed (pip install 'bitsandbytes>=0.49,<0.51')")
     if config.opt in ("lamb", "adafactor") and config.tensor_parallel_size > 1:
         raise ValueError(
-            f"--opt {config.opt} needs whole matrices, which --tensor-parallel-size {config.tensor_parallel_size} "
+            f"--opt {config.opt} needs full matrices, which --tensor-parallel-size {config.tensor_parallel_size} "
             "splits: use adamw or lion"
         )
-    if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
-        raise ValueError(f"--ema-decay {config.ema_decay} must lie in [0, 1)")
     if config.ema_eval and config.ema_decay is None:
         raise ValueError("--ema-eval needs --ema-decay: there is no average to evaluate")
 

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import difflib
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")
             default = shipped_preset()
-        if entry.type in (bool, "bool"):
+        if entry.type is bool:
             options["action"] = "store_true"
         else:
             options.setdefault("type", _value_type(entry.type))
@@ -143,12 +144,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _value_type(annotation) -> type:
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    for name, kind in (("int", int), ("float", float)):
-        if text.startswith(name):
-            return kind
-    return str
+def _value_type(annotation: Any) -> type:
+    """Return int, float or str for int | None, float | None and other annotations."""
+    kinds = typing.get_args(annotation) or (annotation,)
+    return next((kind for kind in kinds if kind in (int, float)), str)
 
 
 def _parse_aug_cfg(pairs: list[str]) -> dict:

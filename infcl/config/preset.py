@@ -30,17 +30,9 @@ _WRONG_OVER_PARTS = {
     "zero_quantized_weights": "rounds a parameter by its neighbours, so the ranks' copies of one would differ",
 }
 _SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
-_PRESET_KEYS = {
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "data_types",
-    "communication_data_type",
-    "zero_force_ds_cpu_optimizer",
-    "comms_logger",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-}
+_PRESET_KEYS = _SECTIONS | {
+    "communication_data_type", "zero_force_ds_cpu_optimizer", "comms_logger", "wall_clock_breakdown", "memory_breakdown"
+}  # fmt: skip
 
 
 def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, str]:
@@ -78,18 +70,18 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
             "out for the default"
         )
     for name in ("offload_optimizer", "offload_param"):
-        if preset.get("zero_optimization", {}).get(name, {}).get("device") == "nvme":
+        if zero.get(name, {}).get("device") == "nvme":
             raise ValueError(
                 f"--deepspeed_config {path} has {name} on nvme: checkpoints read and write whole values of the state, "
                 f'which is not in memory there; use "device": "cpu", as {shipped_preset("zero3_offload")} does'
             )
-    if preset.get("zero_optimization", {}).get("round_robin_gradients"):
+    if zero.get("round_robin_gradients"):
         raise ValueError(
             f"--deepspeed_config {path} has round_robin_gradients: leave it out. DeepSpeed does not find a parameter's "
             "gradient then, of which the towers' norms are taken"
         )
     if config.tensor_parallel_size > 1:
-        _check_over_parts(preset, config.tensor_parallel_size, path)
+        _check_over_parts(zero, config.tensor_parallel_size, path)
     in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
     if len(in_preset) == 2:
         raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16: choose one")
@@ -107,9 +99,8 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     return preset, precision
 
 
-def _check_over_parts(preset: dict, size: int, path: Path) -> None:
+def _check_over_parts(zero: dict, size: int, path: Path) -> None:
     """Raise ValueError for options that are wrong when tensor-parallel ranks hold different parameters."""
-    zero = preset.get("zero_optimization", {})
     for key, why in _WRONG_OVER_PARTS.items():
         if (value := zero.get(key, 0)) not in ((0, 1) if key == "zero_hpz_partition_size" else (0,)):
             raise ValueError(

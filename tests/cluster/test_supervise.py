@@ -73,7 +73,7 @@ def test_supervise_refuses_a_minimum_that_only_all_hosts_can_meet(tmp_path, form
     """24 ranks that do not divide the batch would stop with a usage error, which is not restarted."""
     result = with_batch(tmp_path, form, 32768)
     assert result.returncode == 2 and not result.stdout
-    assert "--min-hosts 3: no fewer than all hosts can be gone on with, since a batch of 32768" in result.stderr
+    assert "--min-hosts 3: the run could not continue without one of the hosts: a batch of 32768" in result.stderr
     assert "1, 2, 4 of 4 hosts" in result.stderr
 
 

@@ -107,7 +107,7 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
             r"no such file or folder \(it takes a name \(zero1\) or a file, like ds_configs/",
         ),
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
-        (["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
+        (["--batch-size", "0"], "0 must be at least 1, or auto"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
         (["--warmup", "-1"], "--warmup -1 must not be negative"),
@@ -142,9 +142,9 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--ema-eval"], "--ema-eval needs --ema-decay"),
         (["--image-layer-decay", "0"], r"--image-layer-decay 0.0 must lie in \(0, 1\]"),
         (["--opt", "sgd"], "invalid choice: 'sgd'"),
-        (["--opt", "adafactor", "--tensor-parallel-size", "2"], "needs whole matrices"),
+        (["--opt", "adafactor", "--tensor-parallel-size", "2"], "needs full matrices"),
         (["--opt", "lamb", "--wd-mode", "schedule"], "part of the update"),
-        (["--aug-cfg", "crop=1"], "--aug-cfg knows scale, ratio, hflip, color_jitter.*, not crop"),
+        (["--aug-cfg", "crop=1"], "--aug-cfg takes scale, ratio, hflip, color_jitter.*, not crop"),
         (["--aug-cfg", "scale=("], "is not KEY=VALUE"),
         (["--deepspeed_config", "/no/such.json"], "/no/such.json: no such file"),
     ],
@@ -359,7 +359,7 @@ def test_workers_auto_follows_the_cores():
     cores = len(os.sched_getaffinity(0))
     assert parse_args(["--dataset-type", "synthetic", "--train-num-samples", "8", "--workers", "auto"]).workers == -1
     assert workers_for(1) == max(1, min(8, cores - 1)) and workers_for(1000) == 1
-    with pytest.raises(ValueError, match="--workers -2"):
+    with pytest.raises(ValueError, match="-2 must be at least 0, or auto"):
         parse_args(["--dataset-type", "synthetic", "--train-num-samples", "8", "--workers", "-2"])
 
 

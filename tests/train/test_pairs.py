@@ -91,5 +91,5 @@ def test_flags_that_contradict_each_other_are_refused(flags, message):
 
 def test_synthetic_data_has_no_ids_or_captions_to_choose_from():
     synthetic = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
-    with pytest.raises(ValueError, match="--dataset-type synthetic has nothing for --duplicates, --negatives-key"):
+    with pytest.raises(ValueError, match="--dataset-type synthetic has no data for --duplicates, --negatives-key"):
         parse_args([*synthetic, "--duplicates", "mask", "--negatives-key", "hard"])
