@@ -39,8 +39,8 @@ from infcl.report import read_metrics
 from infcl.step.pixels import build_pixel_cache
 from infcl.train.build import build_loader, build_loss, resolve_inputs
 from infcl.train.diagnostics import SampledLoss
-from infcl.train.metrics import PhaseTimer
 from infcl.train.observers import Step
+from infcl.train.profiler import PhaseTimer
 from infcl.train.trainer import Trainer
 
 WARM_UP_MICRO_BATCHES = 6  # the encoded ones at both ends of a pass, and one between that is not

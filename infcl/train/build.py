@@ -111,36 +111,38 @@ def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
     return Inputs(spec, model_config, tokenizer)
 
 
-def build_tokenizer_and_model_config(
-    config: TrainConfig,
-) -> tuple[AnyTokenizer | None, CLIPConfig | OpenClipConfig]:
+def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer | None, CLIPConfig | OpenClipConfig]:
     """Return the tokenizer, if any, and the model config with the flags' overrides and the tokenizer's vocabulary.
 
     Raises:
         ValueError: model, tokenizer and flags do not match.
     """
-    model_config = load_any_config(config.model)
-    overrides: dict[str, Any] = {
-        "image_size": config.force_image_size,
-        "context_length": config.force_context_length,
-        "patch_dropout": config.force_patch_dropout,
-    }
-    if isinstance(model_config, OpenClipConfig):
-        model_config = model_config.with_overrides(**overrides)
-        model_config = model_config.with_fields(preprocess=weights_preprocess(config.pretrained, model_config.source))
-        model_config = model_config.with_fields(preprocess=_preprocess_flags(config))
-    elif given := _preprocess_flags(config):
-        raise ValueError(
-            f"{', '.join(option_of(f'image_{name}') for name in given)}: our own towers have CLIP's; "
-            f"--model open_clip:{config.model} takes others"
-        )
-    else:
-        model_config = with_overrides(model_config, **overrides)
+    model_config = _build_model_config(config)
     check_divides(model_config, config.tensor_parallel_size)
     _check_unlocked_groups(config, model_config)
     tokenizer, model_config = _build_tokenizer(config, model_config)
     _check_vocabulary(config, model_config, tokenizer)
     return tokenizer, model_config
+
+
+def _build_model_config(config: TrainConfig) -> CLIPConfig | OpenClipConfig:
+    """Return the config of --model with the flags' overrides; ValueError if it does not take them."""
+    model_config = load_any_config(config.model)
+    overrides: dict[str, Any] = {
+        name: getattr(config, f"force_{name}") for name in ("image_size", "context_length", "patch_dropout")
+    }
+    flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
+    preprocess = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
+    if isinstance(model_config, OpenClipConfig):
+        model_config = model_config.with_overrides(**overrides)
+        model_config = model_config.with_fields(preprocess=weights_preprocess(config.pretrained, model_config.source))
+        return model_config.with_fields(preprocess=preprocess)
+    if preprocess:
+        raise ValueError(
+            f"{', '.join(option_of(f'image_{name}') for name in preprocess)}: our own towers have CLIP's; "
+            f"--model open_clip:{config.model} takes others"
+        )
+    return with_overrides(model_config, **overrides)
 
 
 def _build_tokenizer(
@@ -159,12 +161,6 @@ def _build_tokenizer(
     repairs = _repairs_captions(config)
     tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length, repairs=repairs)
     return tokenizer, _adapted(tokenizer, model_config, repairs=repairs)
-
-
-def _preprocess_flags(config: TrainConfig) -> dict[str, Any]:
-    """Return the --image-... flags that are given, as {"mean": ...}."""
-    flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
 
 
 def _adapted(
@@ -226,13 +222,6 @@ def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig | OpenC
 
 def build_model(
     config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
-) -> Towers:
-    """Return the model of `model_and_sources`."""
-    return model_and_sources(config, model_config, parallel)[0]
-
-
-def model_and_sources(
-    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
 ) -> tuple[Towers, list[str]]:
     """Build the model with the flags' locks and load pretrained weights.
 
@@ -269,7 +258,7 @@ def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipCon
     """Build the model on the meta device: parameter names, shapes and locks; checks that pretrained weights match."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")
-        return build_model(config, model_config)
+        return build_model(config, model_config)[0]
 
 
 @contextlib.contextmanager
@@ -314,17 +303,16 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
     """
     config = spec.flags
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
-    group = parallel.dp_group if parallel.tp_group is None else dist.group.WORLD
-    options: dict[str, Any] = {
-        "group": group,
-        "tile": config.tile,
-        "tile_dtype": spec.tile_dtype,
-        "ranks_per_node": parallel.ranks_per_node,
-        "duplicates": config.duplicates,
-        "fixed_shape": True,
-    }
-    captions = config.captions_per_image if config.texts_per_image > 1 else None
-    loss = ContrastiveLoss(config.loss, captions=captions, **options)
+    loss = ContrastiveLoss(
+        config.loss,
+        captions=config.captions_per_image if config.texts_per_image > 1 else None,
+        group=parallel.dp_group if parallel.tp_group is None else dist.group.WORLD,
+        tile=config.tile,
+        tile_dtype=spec.tile_dtype,
+        ranks_per_node=parallel.ranks_per_node,
+        duplicates=config.duplicates,
+        fixed_shape=True,
+    )
     if parallel.tp_group is None:
         return loss
     from megatron_patches.loss import TensorParallelLoss
@@ -376,13 +364,11 @@ def _require_same_data(loader: TrainLoader) -> None:
     own = socket.gethostname(), {"samples": loader.num_samples} | loader.state_dict()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
+    first_host, first = everyone[0]
     for rank, (host, theirs) in enumerate(everyone):
-        different = [
-            f"{k} {v!r} there, {everyone[0][1][k]!r} here" for k, v in theirs.items() if v != everyone[0][1][k]
-        ]
-        if different:
+        if different := [f"{k} {v!r} there, {first[k]!r} here" for k, v in theirs.items() if v != first[k]]:
             raise ValueError(
-                f"rank {rank} on {host} has found other data than rank 0 on {everyone[0][0]}: {'; '.join(different)}. "
+                f"rank {rank} on {host} has found other data than rank 0 on {first_host}: {'; '.join(different)}. "
                 "All hosts need the same shards or tables, and the same tokenizer"
             )
 

@@ -153,10 +153,9 @@ def _model_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) -> str:
 def _folder_line(config: TrainConfig) -> str:
     root = Path(config.logs) / (config.name or "(time and flags)")
     state = "new"
-    if (root / "summary.json").is_file():
-        state = "holds a finished run" + (", to be overwritten" if config.overwrite else "")
-    elif (root / "config.json").is_file():
-        state = "holds an unfinished run" + (", to be overwritten" if config.overwrite else "")
+    if (root / "config.json").is_file():
+        which = "a finished" if (root / "summary.json").is_file() else "an unfinished"
+        state = f"has {which} run" + (", to be overwritten" if config.overwrite else "")
     extra = {"none": "", "all": ", tensorboard/, wandb/"}.get(config.report_to, f", {config.report_to}/")
     return f"{root} ({state}): metrics.jsonl{extra}, checkpoints/, export/, summary.json"
 
@@ -198,10 +197,8 @@ def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -
 
 
 def _flops(count: float) -> str:
-    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
-        if count >= scale:
-            return f"{count / scale:,.2f} {unit}"
-    return f"{count / 1e6:,.2f} MFLOP"
+    scale, unit = next((s for s in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")) if count >= s[0]), (1e6, "MFLOP"))
+    return f"{count / scale:,.2f} {unit}"
 
 
 def _size(count: float) -> str:

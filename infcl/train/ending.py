@@ -25,14 +25,14 @@ from infcl.train.finite import Diverged
 from infcl.train.signals import Stopped
 from infcl.train.trainer import Trainer
 
-EXIT_CODES: dict[type[BaseException], int] = {
+EXIT_CODES: dict[type[Exception], int] = {
     FolderTaken: 2,
     Diverged: 65,  # EX_DATAERR of sysexits.h
     TooManyBadSamples: 65,
     StorageHangs: 1,
     NotWritten: 74,  # EX_IOERR
-    KeyboardInterrupt: 130,
 }
+INTERRUPTED = 130
 
 
 @dataclass
@@ -61,9 +61,9 @@ def run(program: str, build: Callable[[], Trainer | NothingToTrain], *, debug: b
         if debug:
             raise
         return report_mistake(program, error)
-    except KeyboardInterrupt as end:
+    except KeyboardInterrupt:
         _say(rank, "interrupted before the first step")
-        return EXIT_CODES[type(end)]
+        return INTERRUPTED
     if isinstance(built, NothingToTrain):
         _say(rank, built.text)
         destroy_parallel(built.parallel)
@@ -78,13 +78,13 @@ def _fit(program: str, trainer: Trainer, rank: int) -> int:
     except Stopped as stop:
         _say(rank, f"{stop} at step {trainer.step}; {trainer.checkpoints.hint}")
         code = stop.exit_code
-    except KeyboardInterrupt as end:
+    except KeyboardInterrupt:
         _say(rank, f"interrupted at step {trainer.step}; {trainer.checkpoints.hint}")
-        return EXIT_CODES[type(end)]
+        return INTERRUPTED
     except NoBatch as end:  # on this rank only: the others wait for it in the ring
         print(f"{program}: error: rank {rank}: {end}", file=sys.stderr, flush=True)
         return end.exit_code
-    except (FolderTaken, Diverged, NotWritten, StorageHangs, TooManyBadSamples) as end:
+    except tuple(EXIT_CODES) as end:
         report_mistake(program, end)
         return EXIT_CODES[type(end)]
     except RuntimeError as error:

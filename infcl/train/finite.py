@@ -127,17 +127,11 @@ class Skips:
 
     def _explain(self, step: Step) -> str:
         """Return which rank, tower and micro-batch is not finite; the same text on every rank."""
-        ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.ids]
-        if shown := findings_of_all(self.watch.findings(step.output, ids), self.parallel.world_size):
-            return shown
+        ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.pixels.ids]
+        gathered: list[list[str]] = [[]] * self.parallel.world_size
+        dist.all_gather_object(gathered, self.watch.findings(step.output, ids))
+        if found := [f"rank {rank}, {finding}" for rank, findings in enumerate(gathered) for finding in findings]:
+            return "\n  ".join(found[:_MAX_FINDINGS]) + ("\n  ..." if len(found) > _MAX_FINDINGS else "")
         if not math.isfinite(step.loss):
             return f"in no tower: the loss is {step.loss}"
         return "in no tower alone: in their sum over ranks, or outside the towers"
-
-
-def findings_of_all(own: list[str], world_size: int) -> str:
-    """Return the first findings of all ranks, one per line; "" if there are none. Collective."""
-    gathered: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(gathered, own)
-    found = [f"rank {rank}, {finding}" for rank, findings in enumerate(gathered) for finding in findings]
-    return "\n  ".join(found[:_MAX_FINDINGS]) + ("\n  ..." if len(found) > _MAX_FINDINGS else "")

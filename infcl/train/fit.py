@@ -25,6 +25,7 @@ _ROOM = 0.90  # share of the memory that --batch-size auto and a suggestion may 
 _LARGEST = 4096  # largest micro-batch that --batch-size auto tries
 # The keys of ds_configs/zero3.json that determine memory
 _ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": STAGE_3_BUCKET}}
+_LESS_HOST_MEMORY = 'Try --pixel-cache-gb auto, "pin_memory": false or no offloading in --deepspeed_config, more hosts'
 
 
 def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
@@ -91,8 +92,8 @@ class Fit:
         load = self.load(spec)
         parts = parts_of(load)
         if spec.device == "cpu":
-            beside = sum(host_parts(load).values())
-            parts |= {"host": beside, "peak": parts["peak"] + beside}
+            host = sum(host_parts(load).values())
+            parts |= {"host": host, "peak": parts["peak"] + host}
         return parts
 
     def check(self) -> None:
@@ -106,7 +107,7 @@ class Fit:
         needed = host_bytes(load, self.ranks_of_host)
         if self.spec.device != "cpu" and needed > self.host:
             where = f"{_gib(needed)} of host memory for {self.ranks_of_host} ranks"
-            raise self._error(host_parts(load), where, self.host, self._host_suggestion())
+            raise self._error(host_parts(load), where, self.host, _LESS_HOST_MEMORY)
 
     def _error(self, parts: dict[str, float], needed: str, available: float, suggestion: str) -> ValueError:
         largest = sorted(((size, name) for name, size in parts.items() if name != "peak"), reverse=True)[:3]
@@ -147,33 +148,12 @@ class Fit:
                     flags = [f"--batch-size {size}"]
                     flags += [f"--accum-freq {accumulate['accum_freq']}"] if accumulate else []
                     flags += ["--grad-checkpointing"] if checkpointing else []
-                    flags += self._zero_3_flags() if way is in_zero_3 else []
+                    if way is in_zero_3:  # with the precision if the current preset sets it
+                        in_preset = any(spec.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+                        flags += [f"--deepspeed_config {shipped_preset('zero3')}"]
+                        flags += [f"--precision {spec.precision}"] if in_preset else []
                     return f"Try {' '.join(flags)} ({_gib(peak)})"
         return "No micro-batch size, checkpointing or ZeRO stage fits: use more GPUs, offloading"
-
-    def _host_suggestion(self) -> str:
-        """Return the smallest change that fits into host memory: fewer cached pixels, no pinning, no offloading."""
-        if host_bytes(dataclasses.replace(self.load(self.spec), pixels=0.0), self.ranks_of_host) <= self.host:
-            return "Try --pixel-cache-gb auto, which uses what is left,"
-        load = self.load(self.spec.change(pixel_cache_gb="0"))
-        zero: dict[str, Any] = {
-            name: value | {"pin_memory": False} if name.startswith("offload_") else value
-            for name, value in load.zero.items()
-        }
-        if (unpinned := host_bytes(dataclasses.replace(load, zero=zero), self.ranks_of_host)) <= self.host:
-            return f'Try "pin_memory": false in {self.spec.flags.deepspeed_config} ({_gib(unpinned)})'
-        there = dataclasses.replace(self.spec, preset=_ZERO_3)
-        peak, rest = self.parts(there)["peak"], host_bytes(self.load(there), self.ranks_of_host)
-        if peak <= _ROOM * self.capacity and rest <= self.host:
-            flags = " ".join(self._zero_3_flags())
-            return f"Try {flags} ({_gib(peak)} on the GPU, {_gib(rest)} of host memory)"
-        return "Use more hosts, more memory in them"
-
-    def _zero_3_flags(self) -> list[str]:
-        """Return the flags for ZeRO-3, with the precision if the current preset sets it."""
-        in_preset = any(self.spec.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-        precision = [f"--precision {self.spec.precision}"] if in_preset else []
-        return [f"--deepspeed_config {shipped_preset('zero3')}", *precision]
 
 
 def _gib(size: float) -> str:

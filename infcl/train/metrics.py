@@ -1,62 +1,27 @@
-"""Log a run's progress: phase times, metrics.jsonl, console and sinks.
+"""Write a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases and the console.
 
-Only rank 0 writes. The x-axis of all curves is samples_seen.
+Only rank 0 writes. A sink receives (kind, step, samples_seen, values) and draws a curve kind/key over samples_seen:
+train/loss, retrieval/image_to_text_r1.
 """
 
 import json
 import math
 import os
-import resource
+import sys
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
+from pathlib import Path
+from typing import Protocol
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.config import TrainConfig, aligned
 from infcl.report.records import read_records
 from infcl.train.observers import Step
-from infcl.train.sinks import Console, open_sinks
 
-
-class PhaseTimer:
-    """Measure the seconds of each phase of a step.
-
-    `mark(name)` begins a phase; `read()` ends the last one and waits for the device. With `named` set, phases are also
-    ranges in torch's profiler.
-    """
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []  # CUDA events, or seconds
-        self.named = False
-        self.range: torch.profiler.record_function | None = None
-
-    def mark(self, name: str) -> None:
-        if self.range is not None:
-            self.range.__exit__(None, None, None)
-            self.range = None
-        if self.named and name != "end":
-            self.range = torch.profiler.record_function(f"phase/{name}")
-            self.range.__enter__()
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((name, event))
-        else:
-            self.marks.append((name, time.perf_counter()))
-
-    def read(self) -> dict[str, float]:
-        self.mark("end")
-        marks, self.marks = self.marks, []
-        if self.on_gpu:
-            marks[-1][1].synchronize()
-        seconds: dict[str, float] = {}
-        for (name, start), (_, end) in zip(marks, marks[1:]):
-            elapsed = start.elapsed_time(end) / 1000 if self.on_gpu else end - start
-            seconds[name] = seconds.get(name, 0.0) + elapsed
-        return seconds
+FIRST_STEPS = 3  # each of these steps after a start has a line
+SMOOTHED_STEPS = 20  # steps over which time left and data wait are averaged
 
 
 class MetricsWriter:
@@ -74,21 +39,21 @@ class MetricsWriter:
         self.lost = 0
         if enabled:
             self.file = open(run.metrics, "a", buffering=1)
-            self.sinks = open_sinks(config, run.root, samples_seen=samples_seen)
+            self.sinks: list[Sink] = []
+            if config.report_to in ("tensorboard", "all"):
+                self.sinks.append(TensorBoardSink(run.root, samples_seen))
+            if config.report_to in ("wandb", "all"):
+                self.sinks.append(WandbSink(run.root, config.wandb_project_name))
             self.console = Console(total_steps, config.log_every_n_steps)
             self._end_torn_line()
 
-    def step(self, step: int, samples_seen: int, values: dict[str, float | None]) -> None:
-        """Record optimizer step `step` (counted from 1) and show it on the console."""
-        if self.enabled:
-            known = self._write("train", step, samples_seen, values)
-            self._try(self.console.step, step, known)
-
     def after_step(self, step: Step) -> None:
-        """Record a step and print the lines that observers added to it."""
-        self.step(step.number, step.samples_seen, step.values)
-        for line in step.news:
-            self.say(line)
+        """Record a step, show it on the console and print the lines that observers added to it."""
+        if self.enabled:
+            known = self._write("train", step.number, step.samples_seen, step.values)
+            self._try(self.console.step, step.number, known)
+            for line in step.news:
+                self.say(line)
 
     def _end_torn_line(self) -> None:
         """End the line of a record that a crash cut off; otherwise the next record would be unreadable too."""
@@ -138,8 +103,122 @@ class MetricsWriter:
                 self.say(f"metrics could not be written ({why_not_written(error)}); training continues without them")
 
 
-def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak device memory of this process on a GPU, its peak resident memory on a CPU; MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+class Sink(Protocol):
+    def log(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Write RUN/tensorboard. Older points after `samples_seen` are hidden, since a resumed run repeats these steps."""
+
+    def __init__(self, run: Path, samples_seen: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.events = SummaryWriter(run / "tensorboard", purge_step=samples_seen + 1)
+
+    def log(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self.events.add_scalar(f"{kind}/{key}", value, samples_seen)
+
+    def close(self) -> None:
+        self.events.close()
+
+
+class WandbSink:
+    """Log to a W&B run named after the run folder; a resumed run continues it. WANDB_MODE=offline keeps it local.
+
+    Curves are drawn over samples_seen, not over W&B's step counter.
+    """
+
+    def __init__(self, run: Path, project: str):
+        import wandb
+
+        identity = run / "wandb_id"
+        if not identity.is_file():
+            identity.write_text(uuid.uuid4().hex[:12] + "\n")
+        config = run / "config.json"
+        self.run = wandb.init(
+            project=project,
+            name=run.resolve().name,
+            id=identity.read_text().strip(),
+            resume="allow",
+            dir=str(run),
+            config=json.loads(config.read_text()) if config.is_file() else None,
+        )
+        self.run.define_metric("samples_seen")
+        self.run.define_metric("*", step_metric="samples_seen")
+
+    def log(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
+        self.run.log({f"{kind}/{key}": value for key, value in values.items()} | {"samples_seen": samples_seen})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Console:
+    """Show a progress bar on a terminal, else a line every n steps. Rank 0 only.
+
+    Both show the loss, samples/s, MFU if known, share of data wait and time left.
+    """
+
+    def __init__(self, total_steps: int, log_every_n_steps: int, *, terminal: bool | None = None):
+        self.total_steps, self.log_every_n_steps = total_steps, log_every_n_steps
+        self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (seconds, share of data wait) per step
+        self.progress = self.task = None
+        self.last: float | None = None  # end of the previous step
+        self.shown = 0
+        if terminal is None:
+            terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the parent closed it
+        if terminal:
+            self.progress = _progress_bar()
+            self.task = self.progress.add_task("train", total=total_steps, text="")
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """Show a step. `values` are those of metrics.jsonl, without non-finite ones."""
+        now = time.perf_counter()
+        if self.last is not None:  # the first step includes warm-up and would distort the time left
+            self.recent.append((now - self.last, values["data_wait"]))
+        self.last = now
+        if self.progress is not None:
+            self.progress.start()
+            self.progress.update(self.task, completed=step, text=self._text(step, values))
+        elif self.shown < FIRST_STEPS or step % self.log_every_n_steps == 0 or step == self.total_steps:
+            self.shown += 1
+            print(
+                f"step {step}/{self.total_steps}  {self._text(step, values)}  "
+                f"lr {values['lr']:.2e}  scale {values.get('logit_scale', math.nan):.1f}",
+                flush=True,
+            )
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        if self.progress is not None:
+            self.progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def _text(self, step: int, values: dict[str, float]) -> str:
+        parts = [f"loss {values.get('loss', math.nan):.4f}", f"{values['samples_per_second']:,.0f} samples/s"]
+        if "mfu" in values:
+            parts.append(f"MFU {values['mfu']:.1%}")
+        if self.recent:
+            seconds, waits = (sum(column) / len(self.recent) for column in zip(*self.recent))
+            parts += [f"data wait {waits:.0%}", f"left {clock(seconds * (self.total_steps - step))}"]
+        return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _progress_bar():
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    return Progress(BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))

@@ -1,19 +1,69 @@
-"""Profile a few steps with torch's profiler: RUN/profile/trace_rank0.json.gz (for ui.perfetto.dev) and table.txt.
+"""Time and memory of steps: the seconds of each phase, and a profile of a few steps.
+
+The profile is RUN/profile/trace_rank0.json.gz (for ui.perfetto.dev) and table.txt.
 
 The table lists the phases of the step (times measured by the trainer), then the slowest operators. Only rank 0 is
 profiled. The profiler slows down only the profiled steps.
 """
 
+import resource
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infcl.checkpoint.run_folder import why_not_written
-from infcl.train.metrics import PhaseTimer
 from infcl.train.observers import Step
 
 WARM_UP_STEPS = 5
 ROWS = 25
+
+
+class PhaseTimer:
+    """Measure the seconds of each phase of a step.
+
+    `mark(name)` begins a phase; `read()` ends the last one and waits for the device. With `named` set, phases are also
+    ranges in torch's profiler.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.marks: list[tuple[str, Any]] = []  # CUDA events, or seconds
+        self.named = False
+        self.range: torch.profiler.record_function | None = None
+
+    def mark(self, name: str) -> None:
+        if self.range is not None:
+            self.range.__exit__(None, None, None)
+            self.range = None
+        if self.named and name != "end":
+            self.range = torch.profiler.record_function(f"phase/{name}")
+            self.range.__enter__()
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def read(self) -> dict[str, float]:
+        self.mark("end")
+        marks, self.marks = self.marks, []
+        if self.on_gpu:
+            marks[-1][1].synchronize()
+        seconds: dict[str, float] = {}
+        for (name, start), (_, end) in zip(marks, marks[1:]):
+            elapsed = start.elapsed_time(end) / 1000 if self.on_gpu else end - start
+            seconds[name] = seconds.get(name, 0.0) + elapsed
+        return seconds
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak device memory of this process on a GPU, its peak resident memory on a CPU; MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class StepProfiler:
@@ -38,7 +88,7 @@ class StepProfiler:
             step.news.append(self._stop())
 
     def close(self) -> str | None:
-        """End a profile that is still running. Return a line about it or why there is none; None if all is reported."""
+        """End a running profile and return a line about it, or why there is none; None if it was reported before."""
         if self.profile is not None:
             return self._stop()
         if self.steps:
@@ -76,7 +126,7 @@ class StepProfiler:
 def phase_table(steps: list[dict[str, float]]) -> str:
     """Return lines with the mean milliseconds and the share of each phase over the profiled steps."""
     if not steps:
-        return "no whole step was profiled"
+        return "no full step was profiled"
     means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in steps[0]}
     total = sum(means.values())
     lines = [f"{'phase':<10}{'ms a step':>12}{'share':>9}   (mean of {len(steps)} steps)"]

@@ -17,7 +17,7 @@ from infcl.models.config import CLIPConfig, load_any_config
 from infcl.parallel import Parallel, describe_ranks, max_over
 from infcl.report import draw_loss_curve, summary_table
 from infcl.step.pixels import describe_pixels
-from infcl.train.metrics import peak_memory_mb
+from infcl.train.profiler import peak_memory_mb
 
 if TYPE_CHECKING:
     from infcl.train.trainer import Trainer
@@ -70,11 +70,6 @@ def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
         yield (
             f"--model {config.model} has {own} token embeddings; this --tokenizer makes them {vocab_size}, "
             "so released weights of its text tower do not fit"
-        )
-    if config.opt == "lamb" and config.wd == 0:
-        yield (
-            "--opt lamb with --wd 0 is Adam: only what decays is scaled by |parameter| / |update|; --wd 1e-6 has all "
-            "matrices scaled, and hardly decays"
         )
     for part in ("image", "text"):
         if getattr(config, f"lock_{part}") and not (config.pretrained or getattr(config, f"pretrained_{part}")):

@@ -8,15 +8,11 @@ A start takes a minute or more. If SIGUSR1 arrives during it, pretrain_clip.py r
 step, saves and exits, so that each start makes progress. SIGTERM ends a start at once, since its sender may not wait
 that long.
 
-A second Ctrl-C, `AGAIN` seconds after the first, ends a rank at once. (Python drops a KeyboardInterrupt that is
-raised within a destructor or a callback; then the third one does.)
+A second Ctrl-C, `AGAIN` seconds after the first, ends a rank at once.
 
 A launcher that is killed does not stop its ranks, and the `deepspeed` command then reports success. So ranks ask the
 kernel for a SIGTERM when their launcher dies. A `deepspeed` command that is killed does not stop its launcher, so
-ranks on its node check after each step whether it still runs. Over several nodes pdsh or ssh is between the command
-and the launchers: the command stops them after SIGTERM or Ctrl-C, but cannot after SIGKILL. One Ctrl-C may stop the
-command but not the launcher, since torch drops an interrupt during its import of numpy; a launcher without its
-command counts as interrupted.
+ranks on its node check after each step whether it still runs. Ranks on other nodes, behind pdsh or ssh, cannot.
 """
 
 import ctypes
@@ -78,12 +74,11 @@ class StopSignals:
         self._launcher, self._runner = deepspeed_launcher(), deepspeed_runner()
         if self._launcher and self._runner is None and lost_its_parent(self._launcher):  # during the start
             self.noted.append(signal.SIGHUP)
-        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup: the run must outlive its terminal
         noted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
-        self._before = {number: signal.signal(number, self._note) for number in noted}
+        self._before: dict[int, Any] = {number: signal.signal(number, self._note) for number in noted}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self

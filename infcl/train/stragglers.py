@@ -41,9 +41,9 @@ class Stragglers:
         """Add the ranks' seconds and a line about a slow one to a logged step. Collective at logged steps."""
         if self.parallel.world_size == 1:
             return
-        until_encoded = step.phases.get("data", 0.0) + step.phases.get("encode", 0.0) + step.waited_again
-        own = step.waited_for_data if self.encoding_waits else until_encoded
-        self._seconds.append((own, step.waited_for_data, step.seconds))
+        until_encoded = step.phases.get("data", 0.0) + step.phases.get("encode", 0.0) + step.pixels.waited_again
+        own = step.pixels.waited_for_data if self.encoding_waits else until_encoded
+        self._seconds.append((own, step.pixels.waited_for_data, step.seconds))
         if step.number % self.every:
             return
         *means, seconds = (sum(column) / len(self._seconds) for column in zip(*self._seconds))

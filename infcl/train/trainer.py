@@ -29,13 +29,13 @@ from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, mic
 from infcl.step.grad_cache import StepOutput, grad_cache_step
 from infcl.step.pixels import build_pixel_cache
 from infcl.step.replay import RunningStatistics
-from infcl.train.build import Inputs, build_loader, build_loss, build_tasks, model_and_sources, split_model
+from infcl.train.build import Inputs, build_loader, build_loss, build_model, build_tasks, split_model
 from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import SampledLoss, share_of_duplicates, trained_shares, utilisation
 from infcl.train.finite import Skips
-from infcl.train.metrics import MetricsWriter, PhaseTimer, peak_memory_mb
+from infcl.train.metrics import MetricsWriter
 from infcl.train.observers import Observer, PackingHint, Step
-from infcl.train.profiler import StepProfiler
+from infcl.train.profiler import PhaseTimer, StepProfiler, peak_memory_mb
 from infcl.train.resident import graphs_to_keep, resident_micro_batches
 from infcl.train.results import opening, summary_of, write_results
 from infcl.train.saves import Saves
@@ -84,7 +84,7 @@ class Trainer:
         """Build the towers, split and compile them, and wrap them in the DeepSpeed engine."""
         config, parallel = self.config, self.parallel
         seed_everything(config.seed, deterministic=config.deterministic)
-        model, self.sources_of_weights = model_and_sources(config, self.inputs.model_config, parallel)
+        model, self.sources_of_weights = build_model(config, self.inputs.model_config, parallel)
         self.model_config = model.cfg
         split_model(model, config, parallel)
         self.compiled = prepare_blocks(model, self.spec, parallel)
@@ -290,14 +290,11 @@ class Trainer:
             samples_seen=self.samples_seen,
             seconds=seconds,
             phases=phases,
-            waited_for_data=self.pixels.waited_for_data,
-            waited_again=self.pixels.waited_again,
-            text_share=self.pixels.text_share,
             loss=loss,
             applied=applied,
             is_last=self.step == self.total_steps,
             output=output,
-            ids=self.pixels.ids,
+            pixels=self.pixels,
             values=values,
         )
 

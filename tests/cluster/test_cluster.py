@@ -76,7 +76,7 @@ def test_that_takes_long(tmp_path):
 """
 
 
-def test_sigterm_to_the_tests_leaves_no_namespace_behind(tmp_path):
+def test_sigterm_to_the_tests_leaves_no_namespace(tmp_path):
     """As the Makefile's time limit sends it."""
     (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
     program = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "--basetemp", tmp_path / "base", "--rootdir"]

@@ -73,7 +73,7 @@ def test_a_pulled_cable_ends_the_run_on_both_sides_and_names_the_host(demo_folde
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
 
 
-def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folder, tmp_path, hosts, one_rank_losses):
+def test_after_a_crash_supervise_continues_with_the_hosts_that_are_left(demo_folder, tmp_path, hosts, one_rank_losses):
     """The global batch stays, --accum-freq doubles, no sample is skipped or repeated."""
     command = ["bash", "launch/hostfile.sh", *fault_flags(demo_folder, tmp_path)[1:]]
     options = ["--hostfile", hosts.hostfile, "--min-hosts", "1", "--batch", str(BATCH)]
@@ -90,7 +90,7 @@ def test_after_a_crash_supervise_goes_on_with_the_hosts_that_are_left(demo_folde
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
 
 
-def test_after_the_first_host_lost_its_power_supervise_goes_on_with_the_others(demo_folder, tmp_path, one_rank_losses):
+def test_after_the_first_host_lost_power_supervise_continues_with_the_others(demo_folder, tmp_path, one_rank_losses):
     """Rank 0 and the run's store were there: no connection is closed, nothing answers. Started on a third host."""
     with Hosts(3, folder=tmp_path / "hosts") as hosts:
         hosts.hostfile.write_text("worker-1 slots=1\nworker-2 slots=1\n")
@@ -147,7 +147,7 @@ def test_a_host_that_stands_still_for_a_while_is_waited_for(demo_folder, tmp_pat
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
 
 
-def test_a_host_that_stands_still_for_good_ends_the_run_and_is_named(demo_folder, tmp_path, hosts):
+def test_a_host_that_stands_still_for_good_ends_the_run_and_is_reported(demo_folder, tmp_path, hosts):
     """Its kernel still answers, so no connection breaks: only its silence shows. It ends when it can run again."""
     process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
     wait_for_checkpoint(tmp_path, process)
@@ -163,7 +163,7 @@ def test_a_host_that_stands_still_for_good_ends_the_run_and_is_named(demo_folder
     assert code != 0 and "worker-1: no heartbeat from worker-2 (rank 1) for" in output, output
 
 
-def test_a_full_shared_disk_is_said_and_the_run_goes_on(demo_folder, tmp_path, one_rank_losses):
+def test_a_full_shared_disk_is_reported_and_the_run_continues(demo_folder, tmp_path, one_rank_losses):
     """No checkpoint fits, nothing half-written stays; what ends the run is the export, which does not fit either."""
     with small_disk(tmp_path / "small", 2) as logs, Hosts(2, folder=tmp_path / "hosts") as hosts:
         code, output = finish(launch_script(hosts, fault_flags(demo_folder, logs, "--steps", "4", "--warmup", "5")))
@@ -174,7 +174,7 @@ def test_a_full_shared_disk_is_said_and_the_run_goes_on(demo_folder, tmp_path, o
         wait_until_gone(hosts, seconds=30)
 
 
-def test_a_shared_disk_that_fails_on_one_host_and_then_is_gone_from_all_is_said_with_the_host(demo_folder, tmp_path):
+def test_a_shared_disk_that_fails_on_one_host_and_then_on_all_is_reported_with_the_host(demo_folder, tmp_path):
     """Read-only on one for a while, the run continues; unmounted on all it stops and leaves the empty folders empty."""
     shown = tmp_path / "shown"
     shown.touch()
@@ -213,7 +213,7 @@ def test_a_shared_disk_that_fails_on_one_host_and_then_is_gone_from_all_is_said_
     assert "rank 0 on worker-1: No such file or directory, and 1 more" in output, output
 
 
-def test_a_dead_entry_of_the_hostfile_is_named(demo_folder, tmp_path, hosts):
+def test_a_dead_entry_of_the_hostfile_is_reported(demo_folder, tmp_path, hosts):
     hosts.hostfile.write_text("worker-1 slots=1\nworker-9 slots=1\n")
     code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--dist-timeout", "0.5")))
     assert code != 0 and "worker-9" in output
@@ -221,7 +221,7 @@ def test_a_dead_entry_of_the_hostfile_is_named(demo_folder, tmp_path, hosts):
     wait_until_gone(hosts, seconds=20)
 
 
-def test_a_host_with_another_version_of_the_code_is_refused(demo_folder, tmp_path, hosts):
+def test_a_host_with_another_version_of_the_code_is_rejected(demo_folder, tmp_path, hosts):
     other = tmp_path / "other.py"
     shutil.copyfile(ROOT / "infcl" / "__init__.py", other)
     other.write_text(other.read_text() + "# a change\n")
@@ -233,7 +233,7 @@ def test_a_host_with_another_version_of_the_code_is_refused(demo_folder, tmp_pat
     wait_until_gone(hosts, seconds=30)
 
 
-def test_a_host_with_another_preset_is_refused_with_host_and_key(demo_folder, tmp_path, hosts):
+def test_a_host_with_another_preset_is_rejected_with_host_and_key(demo_folder, tmp_path, hosts):
     mounted = hosts[1].run(["mount", "--bind", ROOT / "ds_configs/zero3.json", ROOT / "ds_configs/zero1.json"])
     assert mounted.returncode == 0, mounted.stderr
     code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path)))
@@ -243,7 +243,7 @@ def test_a_host_with_another_preset_is_refused_with_host_and_key(demo_folder, tm
     wait_until_gone(hosts, seconds=30)
 
 
-def test_a_run_folder_that_is_not_shared_is_refused_with_the_host(demo_folder, tmp_path, hosts):
+def test_a_run_folder_that_is_not_shared_is_rejected_with_the_host(demo_folder, tmp_path, hosts):
     logs = tmp_path / "logs"
     logs.mkdir()
     mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", logs])

@@ -68,7 +68,7 @@ def test_a_saved_job_and_one_that_lost_a_task_are_queued_again_until_the_run_is_
     assert len(losses(tmp_path)) == 80 and not (tmp_path / "run.failures").exists()
 
 
-def test_a_mistake_ends_the_job_and_a_cancelled_one_stays_so(demo_folder, tmp_path, slurm):
+def test_a_usage_error_ends_the_job_and_a_cancelled_one_stays_so(demo_folder, tmp_path, slurm):
     """With srun's --kill-on-bad-exit the exit code was 143, that of the other tasks, and the job never ended."""
     state = slurm.wait(submit(slurm, demo_folder, tmp_path, "--lr", "nan"))
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
@@ -83,7 +83,7 @@ def test_a_mistake_ends_the_job_and_a_cancelled_one_stays_so(demo_folder, tmp_pa
     assert slurm.run("squeue", "-h") == ""
 
 
-def test_a_job_that_lost_a_node_waits_for_it_and_goes_on(demo_folder, tmp_path, slurm):
+def test_a_job_that_lost_a_node_waits_for_it_and_continues(demo_folder, tmp_path, slurm):
     job = submit(slurm, demo_folder, tmp_path, "--host-timeout", "10")
     wait_for_losses(slurm, tmp_path, 3)
     slurm.hosts[1].crash()

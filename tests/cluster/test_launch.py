@@ -77,7 +77,7 @@ def test_slurm_gives_up_after_so_many_failures_without_a_new_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize("code", [0, 2, 65, 130])
-def test_slurm_does_not_queue_a_mistake_again_nor_what_trains_nothing(tmp_path, code):
+def test_slurm_does_not_queue_a_usage_error_again_nor_what_trains_nothing(tmp_path, code):
     result = slurm(tmp_path, f"{SAVES} exit {code}\n", *FLAGS)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
@@ -219,7 +219,7 @@ def test_a_check_passes_only_when_all_ranks_were_measured(tmp_path, printed, cod
         ("export HF_TOKEN=hunter2", "HF_TOKEN"),
     ],
 )
-def test_every_kind_of_secret_in_the_environment_file_is_refused(tmp_path, line, name):
+def test_every_kind_of_secret_in_the_environment_file_is_rejected(tmp_path, line, name):
     (tmp_path / "hosts").write_text("a slots=1\n")
     (tmp_path / ".deepspeed_env").write_text(f"OMP_NUM_THREADS=1\n{line}\n")
     result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE)
@@ -248,7 +248,7 @@ def test_the_launchers_get_address_interface_and_flags(tmp_path, launcher):
     assert "pretrain_clip.py|--deepspeed_config|ds_configs/zero1.json|--interface|eth0|--wd|0.1|" in result.stdout
 
 
-def test_an_unknown_launcher_and_a_silent_first_host_are_mistakes(tmp_path):
+def test_an_unknown_launcher_and_a_silent_first_host_are_usage_errors(tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\n")
     result = run("hostfile.sh", tmp_path=tmp_path, programs=HOSTFILE, LAUNCHER="pigeon")
     assert result.returncode == 2 and "pdsh or openmpi" in result.stderr

@@ -61,7 +61,7 @@ def with_batch(tmp_path, form: tuple[str, ...], batch: int):
 
 
 @pytest.mark.parametrize("form", BATCHES)
-def test_supervise_goes_on_with_three_of_four_hosts_and_says_which_numbers_divide_the_batch(tmp_path, form):
+def test_supervise_continues_with_three_of_four_hosts_and_reports_which_numbers_divide_the_batch(tmp_path, form):
     result = with_batch(tmp_path, form, 49152)
     assert result.returncode == 0, result.stderr
     assert "supervise: a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts" in result.stderr
@@ -69,7 +69,7 @@ def test_supervise_goes_on_with_three_of_four_hosts_and_says_which_numbers_divid
 
 
 @pytest.mark.parametrize("form", BATCHES)
-def test_supervise_refuses_a_minimum_that_only_all_hosts_can_meet(tmp_path, form):
+def test_supervise_rejects_a_minimum_that_only_all_hosts_can_meet(tmp_path, form):
     """24 ranks that do not divide the batch would stop with a usage error, which is not restarted."""
     result = with_batch(tmp_path, form, 32768)
     assert result.returncode == 2 and not result.stdout
@@ -93,7 +93,7 @@ def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
         (["--hostfile", "none/hosts"], 8, "none/hosts: No such file or directory; write one line per node"),
     ],
 )
-def test_supervise_ends_with_a_mistake_in_hosts_or_minimum_and_starts_nothing(tmp_path, options, slots, message):
+def test_supervise_ends_with_a_usage_error_in_hosts_or_minimum_and_starts_nothing(tmp_path, options, slots, message):
     result = supervised_hosts(tmp_path, *options, slots=slots)
     assert result.returncode == 2 and message in result.stderr and not result.stdout, result.stderr
     assert "restart" not in result.stderr
@@ -108,7 +108,7 @@ def test_supervise_ends_with_a_mistake_in_hosts_or_minimum_and_starts_nothing(tm
         ("logs/first", ["--logs", "logs", "--logs={}/logs"], False),
     ],
 )
-def test_supervise_refuses_a_run_folder_that_its_launch_script_does_not_write_to(tmp_path, run_folder, flags, refused):
+def test_supervise_rejects_a_run_folder_that_its_launch_script_does_not_write_to(tmp_path, run_folder, flags, refused):
     """The script goes to the repository; summary.json was looked for where nothing came."""
     where = tmp_path / "elsewhere"
     (where / "logs" / "first").mkdir(parents=True)

@@ -36,7 +36,7 @@ def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_torchrun_that_is_told_to_end_tells_its_ranks_and_has_the_signals_code(tmp_path, number):
+def test_torchrun_that_is_signalled_to_end_forwards_it_to_its_ranks_and_has_the_signals_code(tmp_path, number):
     """SIGUSR1, as launch/supervise.sh passes it on, ended torchrun alone and left the ranks behind."""
     program, started, told = tmp_path / "program.py", tmp_path / "started", tmp_path / "told"
     program.write_text(

@@ -25,7 +25,7 @@ def test_every_other_flag_has_to_be_the_same(name):
     assert len(compare(TrainConfig(), dataclasses.replace(TrainConfig(), **{name: "another"}))) == 1
 
 
-def test_a_flag_that_differs_is_named_as_it_is_typed():
+def test_a_flag_that_differs_is_reported_as_it_is_typed():
     one, other = TrainConfig(lr=1e-3), TrainConfig(lr=2e-3)
     assert compare(one, other) == ["--lr: 0.001 on a; 0.002 on b"]
 
@@ -44,7 +44,7 @@ def test_what_a_host_has_of_its_own_may_differ(name):
     assert compare(TrainConfig(), dataclasses.replace(TrainConfig(), **{name: "another"})) == []
 
 
-def test_presets_and_models_are_compared_by_key_wherever_they_lie(tmp_path):
+def test_presets_and_models_are_compared_by_key_wherever_they_are_stored(tmp_path):
     for name, text in (("a", '{"zero": {"stage": 1}, "x": 2}'), ("b", '{"x": 2,\n"zero": {"stage": 3}}')):
         (tmp_path / name).write_text(text)
     (tmp_path / "same").write_text('{"x":2, "zero":{"stage":1}}')

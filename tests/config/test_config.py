@@ -123,10 +123,7 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--lock-image", "--lock-text", "--lock-text-unlocked-layers", "-1"], "-1 must not be negative"),
         (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
         (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
-        (
-            ["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "-1"],
-            "--epochs-cooldown -1 must be",
-        ),
+        (["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "-1"], "--epochs-cooldown -1 must be"),
         (["--lr-cooldown-power", "-1"], "--lr-cooldown-power -1.0 must not be negative"),
         (["--epochs-cooldown", "2"], "no meaning with --lr-scheduler cosine"),
         (["--lr-cooldown-end", "1e-5"], "--lr-cooldown-end has no meaning with --lr-scheduler cosine"),
@@ -149,7 +146,7 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
         (["--deepspeed_config", "/no/such.json"], "/no/such.json: no such file"),
     ],
 )
-def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
+def test_a_wrong_flag_is_rejected_with_the_value_and_the_fix(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args([*SYNTHETIC, *flags])
 
@@ -162,7 +159,7 @@ def test_a_wrong_flag_is_refused_with_the_value_and_the_fix(flags, message):
         "s3://me:hunter2@bucket/0.tar",
     ],
 )
-def test_a_password_in_a_url_is_refused_and_not_printed(url):
+def test_a_password_in_a_url_is_rejected_and_not_printed(url):
     with pytest.raises(ValueError, match="--train-data holds a password or token") as refused:
         parse_args(["--train-data", url, "--tokenizer", "x"])
     assert "hunter2" not in str(refused.value)
@@ -199,7 +196,7 @@ def test_a_url_without_a_password_is_not_refused(url):
         (["--dataset-type", "synthetic"], "needs --train-num-samples"),
     ],
 )
-def test_missing_data_is_refused_before_anything_is_loaded(flags, message):
+def test_missing_data_is_rejected_before_anything_is_loaded(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(flags)
 
@@ -241,7 +238,7 @@ def test_a_relative_preset_is_of_the_working_directory_and_never_the_default(tmp
     assert changed == [f"deepspeed_config ds_configs/zero1.json there, {tmp_path.resolve()}/ds_configs/zero1.json now"]
 
 
-def test_without_a_checkout_the_missing_preset_is_told(tmp_path, monkeypatch):
+def test_without_a_checkout_the_missing_preset_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("infcl.config.settings._SHIPPED_PRESET", tmp_path / "none.json")  # as pip installs it
     with pytest.raises(ValueError, match="ds_configs/zero1.json of infcl's repository, which pip does not install"):
@@ -278,7 +275,7 @@ def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
     assert BatchPlan.of(config, ranks).global_batch_size == 4096
 
 
-def test_a_micro_batch_that_becomes_smaller_than_asked_is_told_with_a_batch_that_fills_it():
+def test_a_micro_batch_that_becomes_smaller_than_asked_is_reported_with_a_batch_that_fills_it():
     def told(global_batch, batch_size, parts=1):
         config = parse_args([*SYNTHETIC, "--global-batch-size", str(global_batch), "--batch-size", str(batch_size)])
         config = dataclasses.replace(config, tensor_parallel_size=parts)
@@ -297,7 +294,7 @@ def test_patterns_are_left_to_the_data_layer():
         assert parse_args(["--train-data", pattern, "--tokenizer", __file__]).train_data == pattern
 
 
-def test_a_global_batch_that_the_ranks_cannot_share_is_refused():
+def test_a_global_batch_that_the_ranks_cannot_share_is_rejected():
     config = parse_args([*SYNTHETIC, "--global-batch-size", "4096"])
     with pytest.raises(ValueError, match="4096 cannot be shared by 24 ranks"):
         BatchPlan.of(config, 24)
@@ -346,7 +343,7 @@ def test_a_run_begins_with_the_flags_of_another(tmp_path):
         (None, "No such"),
     ],
 )
-def test_a_config_that_is_none_is_refused(content, message, tmp_path):
+def test_an_invalid_config_is_rejected(content, message, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):

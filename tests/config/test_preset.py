@@ -44,7 +44,7 @@ def preset_file(tmp_path, content) -> str:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {}, "offloading .* needs ZeRO stage >= 1"),
     ],
 )
-def test_a_wrong_preset_is_refused_with_the_fix(tmp_path, content, flags, message):
+def test_a_wrong_preset_is_rejected_with_the_fix(tmp_path, content, flags, message):
     with pytest.raises(ValueError, match=message):
         read_preset(settings("zero1", deepspeed_config=preset_file(tmp_path, content), **flags), "cpu")
 
@@ -53,7 +53,7 @@ def test_a_wrong_preset_is_refused_with_the_fix(tmp_path, content, flags, messag
     ("key", "value"),
     [("zero_hpz_partition_size", 2), ("zero_quantized_gradients", True), ("zero_quantized_weights", True)],
 )
-def test_what_deepspeed_does_across_tensor_parallel_ranks_is_refused(tmp_path, key, value):
+def test_what_deepspeed_does_across_tensor_parallel_ranks_is_rejected(tmp_path, key, value):
     """Trained with hpZ, T = 2 x D = 2 had other losses than T = 1 (5.130 instead of 4.124), without a word."""
     path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: value}})
     config = settings("", deepspeed_config=path)
@@ -152,7 +152,7 @@ def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path, 
     assert worst_error(state, expected_state) < 1e-5
 
 
-def test_fp16_on_a_cpu_without_it_is_refused_by_the_flag_that_asks_for_it(monkeypatch):
+def test_fp16_on_a_cpu_without_it_is_rejected_by_the_flag_that_asks_for_it(monkeypatch):
     monkeypatch.setattr("infcl.config.preset.cpu_computes_fp16", lambda: False)
     with pytest.raises(ValueError, match="--precision fp16: this CPU has no .* fp32 or bf16"):
         read_preset(settings("zero1", precision="fp16"), "cpu")

@@ -16,7 +16,7 @@ from infcl.evaluate import load
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
 from infcl.models.open_clip_config import OpenClipConfig
-from infcl.train.build import model_and_sources
+from infcl.train.build import build_model
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import Payload
 
@@ -294,7 +294,7 @@ def test_files_that_would_run_code_are_rejected(tmp_path):
 def test_the_flags_reach_the_model(source, tmp_path):
     path = str(write("pt", source, tmp_path))
     flags = {"dataset_type": "synthetic", "train_num_samples": 8, "pretrained_image": path, "lock_image": True}
-    model, sources = model_and_sources(TrainConfig(**flags), config())
+    model, sources = build_model(TrainConfig(**flags), config())
     assert torch.equal(model.visual.proj, source.visual.proj) and not model.visual.proj.requires_grad
     assert not torch.equal(model.text_projection, source.text_projection)
     assert sources == [f"the image tower's weights are those of {path}"]

@@ -87,6 +87,6 @@ def refusal(rank, world_size, config) -> str | None:
 
 def said(rank, world_size, config) -> str:
     """Train and return the messages of the run."""
-    with mock.patch("infcl.train.sinks.Console.say") as say:
+    with mock.patch("infcl.train.metrics.Console.say") as say:
         fit(rank, world_size, config)
     return "\n".join(call.args[0] for call in say.call_args_list)

@@ -61,10 +61,10 @@ def built_in_parts(rank, world_size, pretrained):
 
     config = settings("zero1", world_size, pretrained=pretrained)
     torch.manual_seed(1)
-    whole = build_model(config, CFG)
+    whole = build_model(config, CFG)[0]
     torch.manual_seed(1)
     parallel = layout(world_size)
-    model = build_model(config, CFG, parallel)
+    model, _ = build_model(config, CFG, parallel)
     in_parts = {n for n, p in model.named_parameters() if hasattr(p, "tensor_parallel_split")}
     assert len(in_parts) == (0 if pretrained else 6 * (CFG.vision_cfg.layers + CFG.text_cfg.layers))
     split_model(model, config, parallel)

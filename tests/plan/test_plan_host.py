@@ -116,24 +116,9 @@ def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not(
     assert needed > 12 * 2.5e9
     dataclasses.replace(question, host=needed).check()
     with pytest.raises(
-        ValueError, match=r"GiB of host memory for 8 ranks, [\d.]+ GiB is available \(.*--skip-memory-check"
+        ValueError, match=r"GiB of host memory for 8 ranks, [\d.]+ GiB is available \(.*Try .*--skip-memory-check"
     ):
         dataclasses.replace(question, host=needed - 1).check()
-
-
-@pytest.mark.parametrize(
-    ("flags", "host", "proposed"),
-    [
-        (["--accum-freq", "65", "--pixel-cache-gb", "40"], 92, "Try --pixel-cache-gb auto"),
-        ([], 80, r'"pin_memory": false in ds_configs/zero3_offload.json \(7'),
-        ([], 40, r"--deepspeed_config ds_configs/zero3.json --precision bf16 \(.* on the GPU, 28"),
-        ([], 20, "Use more hosts, more memory in them or --skip-memory-check"),
-    ],
-)
-def test_what_the_host_cannot_hold_is_refused_with_what_it_can(flags, host, proposed):
-    preset = OFFLOAD | {"bf16": {"enabled": True}}
-    with pytest.raises(ValueError, match=proposed):
-        big_g(*flags, host=host, preset=preset).check()
 
 
 def test_the_first_host_of_many_holds_the_first_copy_of_16_bit_parameters():

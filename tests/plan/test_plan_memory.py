@@ -209,7 +209,7 @@ def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder
     def stage_1(**flags):
         config = demo_config(demo_folder, tmp_path, **flags)
         with torch.device("meta"):
-            counts = parameter_counts(build_model(config, cfg))
+            counts = parameter_counts(build_model(config, cfg)[0])
         return {part: row[1] for part, row in memory_plan(cfg, BatchPlan(1, 2, 64), config, counts, "fp32", {}).items()}
 
     plain = stage_1()
@@ -229,7 +229,7 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(
     flags = {"lock_image": True, "lock_image_unlocked_groups": unlocked, "frozen_trunk": frozen_trunk}
     config = demo_config(demo_folder, tmp_path, **flags, compile_blocks="off")
     with torch.device("meta"):
-        model = build_model(config, cfg)
+        model = build_model(config, cfg)[0]
     assert sum(kept_trunks(config, cfg).values()) == model.trunk_numbers()
     blocks = model.visual.transformer.resblocks
     trained = sum(all(p.requires_grad for p in block.parameters()) for block in blocks)
@@ -253,7 +253,7 @@ def test_the_graph_of_a_partly_locked_tower_is_what_autograd_keeps(demo_folder, 
     kept, planned = [], []
     for groups in (2, 4):
         config = demo_config(demo_folder, tmp_path, lock_image=True, lock_image_unlocked_groups=groups)
-        model = build_model(config, cfg).train()
+        model = build_model(config, cfg)[0].train()
         images, texts = torch.zeros(2, 3, 80, 80, dtype=torch.uint8), torch.ones(2, 77, dtype=torch.int64)
         kept.append(saved_bytes(model, functools.partial(model, images, texts)))
         sizes = {"micro_batch_size": 2, "precision": "fp32", "checkpointing": False}
@@ -295,7 +295,7 @@ def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_f
 def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, ranks, flags, changes):
     cfg, batch = load_model_config("ViT-B-16"), BatchPlan(ranks, 6, 24)
     with torch.device("meta"):
-        counts = parameter_counts(build_model(demo_config(demo_folder, tmp_path), cfg))
+        counts = parameter_counts(build_model(demo_config(demo_folder, tmp_path), cfg)[0])
     config = demo_config(demo_folder, tmp_path, **{"compile_blocks": "auto"} | flags)
     for stage in (1, 2, 3):
         of_stage = dataclasses.replace(config, deepspeed_config=f"ds_configs/zero{stage}.json", precision=precision)

@@ -41,7 +41,7 @@ def test_the_loss_multiplies_in_the_precision_of_the_towers_on_a_gpu(device, fla
     assert resolve(config, device=device).tile_dtype == expected
 
 
-def test_a_precision_that_a_dense_loss_would_ignore_is_refused():
+def test_a_precision_that_a_dense_loss_would_ignore_is_rejected():
     flags = ["--dataset-type", "synthetic", "--train-num-samples", "9", "--loss", "clip", "--tile-dtype"]
     with pytest.raises(ValueError, match="--tile-dtype bf16 is for --loss inf_cl and siglip"):
         parse_args([*flags, "bf16"])
@@ -67,7 +67,7 @@ def _refusal(rank, world_size, folders):
     return refused(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
 
 
-def test_ranks_that_find_other_data_are_told(tmp_path):
+def test_ranks_that_find_other_data_are_reported(tmp_path):
     """Each would read by a plan of its own: some samples twice, others never, and not the same number of steps."""
     folders = [write_shards(tmp_path / name, sizes) for name, sizes in (("a", [2, 2]), ("b", [2, 2]))]
     braces = [f"{folder}/{{00000..00001}}.tar" for folder in folders]
@@ -104,12 +104,10 @@ def _with_few_threads(rank, world_size):
 
 
 def test_a_limit_of_one_rank_ends_all_in_one_line(tmp_path):
-    """`ulimit -n 64` met one rank alone, whose end the others reported with tracebacks, or waited for."""
+    """Otherwise the others would report that rank's end with tracebacks, or wait for it."""
     told = run_ranks(_with_few_descriptors, 2, write_shards(tmp_path, [2, 2]))
     assert told[0] == told[1]
-    assert re.match(
-        r"rank 1 on .*: 1 workers x 4 micro-batches may need \d+ open files .*, and 48 are allowed", told[0]
-    )
+    assert re.match(r"rank 1 on .*: 1 workers x 4 micro-batches may need \d+ open files .*, the limit is 48", told[0])
     told = run_ranks(_with_few_threads, 2)
     assert told[0] == told[1]
     assert re.match(r"rank 1 on .*: only \d+ more threads can be started, a rank may need 24: raise the", told[0])

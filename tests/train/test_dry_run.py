@@ -51,13 +51,13 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_operations_are_told_in_a_unit_that_leaves_digits():
+def test_flops_are_printed_in_a_unit_that_leaves_digits():
     told = [_flops(count) for count in (0, 5.4e6, 1.234e9, 9.99e11, 1.5e12, 2.5e15, 4.2e19)]
     assert told[:4] == ["0.00 MFLOP", "5.40 MFLOP", "1.23 GFLOP", "999.00 GFLOP"]
     assert told[4:] == ["1.50 TFLOP", "2.50 PFLOP", "42,000.00 PFLOP"]
 
 
-def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
+def test_dry_run_rejects_what_the_run_would_reject(demo_folder, tmp_path):
     for flags, reason in (
         (["--batch-size", "4096"], "fewer than one global batch of 8192"),
         (["--pack-captions", "on", "--lock-text"], "cached caption by caption"),
@@ -65,10 +65,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
             ["--lock-image", "--lock-image-unlocked-groups", "9"],
             f"--lock-image-unlocked-groups 9: the image tower of {GOLDEN_MODEL}",
         ),
-        (
-            ["--lock-text", "--lock-text-unlocked-layers", "5"],
-            "has 3 groups: embeddings, 1 block, projection",
-        ),
+        (["--lock-text", "--lock-text-unlocked-layers", "5"], "has 3 groups: embeddings, 1 block, projection"),
         (["--tile", "triton", "--device", "cpu"], "tile 'triton' needs features on a GPU"),
         (["--resume", "latst"], "--resume latst: no such folder; give latest, or "),
     ):
@@ -86,7 +83,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(demo_folder, tmp_path):
         ({"resident_micro_batches": "2"}, 4, False, False),
     ],
 )
-def test_the_plan_says_where_a_run_keeps_more_graphs_than_it_counts(flags, micro_batches, on_cpu, said):
+def test_the_plan_reports_if_a_run_keeps_more_graphs_than_it_counts(flags, micro_batches, on_cpu, said):
     config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
     lines = _graphs_line(config, BatchPlan(2, micro_batches, 8), on_cpu=on_cpu)
     assert ["as many of 4 as fit" in line for line in lines] == [True] * said

@@ -72,7 +72,7 @@ def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(d
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_a_mistake_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path):
+def test_a_usage_error_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path):
     result = forked(command(demo_folder, tmp_path, "--batch-size", "4096", "--device", "cpu"), 2)
     printed = result.stdout + result.stderr
     assert result.returncode == 2, printed
@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_p
         (["--force-image-size", "30"], "image_size 30 is not a multiple of patch_size 8"),
     ],
 )
-def test_without_a_launcher_a_mistake_is_refused_the_same_way(demo_folder, tmp_path, flags, message):
+def test_without_a_launcher_a_usage_error_is_rejected_the_same_way(demo_folder, tmp_path, flags, message):
     start = alone if "cuda" in flags else functools.partial(forked, ranks=1)  # GPUs cannot be hidden from a fork
     result = start(command(demo_folder, tmp_path, *flags))
     assert result.returncode == 2

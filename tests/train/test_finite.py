@@ -62,7 +62,7 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
         ("loss", "in no tower: the loss is inf"),
     ],
 )
-def test_a_skipped_step_is_explained_and_the_run_goes_on(demo_folder, tmp_path, fault, sentence):
+def test_a_skipped_step_is_explained_and_the_run_continues(demo_folder, tmp_path, fault, sentence):
     config = demo_config(demo_folder, tmp_path, batch_size=16, steps=5)
     said, error = run_ranks(poisoned_fit, 2, config, fault, {3}, 1)[0]
     assert error is None
@@ -142,7 +142,7 @@ def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_offloaded_bf16_step_that_is_not_finite_leaves_no_sums_behind(tmp_path, stage):
+def test_an_offloaded_bf16_step_that_is_not_finite_leaves_no_sums(tmp_path, stage):
     """The next step would be skipped too, and all that follow."""
     preset = tmp_path / "offload.json"
     preset.write_text(json.dumps({"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}))

@@ -34,7 +34,7 @@ def test_what_takes_all_memory_to_the_last_byte_fits_and_a_byte_more_does_not():
         (["--batch-size", "8"], 1, "use more GPUs, offloading or --skip-memory-check"),
     ],
 )
-def test_what_cannot_fit_is_refused_with_what_would(flags, gib, proposed):
+def test_a_run_that_cannot_fit_is_rejected_with_a_suggestion(flags, gib, proposed):
     question = fit(*flags, gib=gib)
     with pytest.raises(ValueError, match=proposed) as refused:
         question.check()
@@ -123,7 +123,7 @@ def test_the_trainer_takes_auto(demo_folder, tmp_path):
     assert "48 samples per step = 1 data-parallel rank x 1 micro-batch (--accum-freq) x 48" in result.stdout
 
 
-def test_the_trainer_refuses_what_no_host_can_hold_and_can_be_overruled(tmp_path):
+def test_the_trainer_rejects_what_no_host_can_hold_and_can_be_overruled(tmp_path):
     flags = ["pretrain_clip.py", *SYNTHETIC, "--batch-size", "65536", "--dry-run", "--logs", str(tmp_path)]
     result = forked(flags, 1)
     assert result.returncode == 2 and result.stderr.count("error:") == 1 and "Try --batch-size" in result.stderr

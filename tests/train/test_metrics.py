@@ -14,9 +14,8 @@ import torch
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig, parse_args
 from infcl.report.records import read_records
-from infcl.train.metrics import MetricsWriter, PhaseTimer
-from infcl.train.profiler import WARM_UP_STEPS, StepProfiler, phase_table
-from infcl.train.sinks import Console, clock, open_sinks
+from infcl.train.metrics import Console, MetricsWriter, TensorBoardSink, clock
+from infcl.train.profiler import WARM_UP_STEPS, PhaseTimer, StepProfiler, phase_table
 from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
 from tests.lib.training import demo_config, fit
@@ -56,8 +55,8 @@ def writer_in(folder, report_to="none"):
 def write(folder, report_to="none", **extra):
     folder.mkdir(exist_ok=True)
     writer = writer_in(folder, report_to)
-    writer.step(1, 64, VALUES | extra)
-    writer.step(2, 128, VALUES | extra)
+    writer.after_step(step_done(1, samples_seen=64, values=VALUES | extra))
+    writer.after_step(step_done(2, samples_seen=128, values=VALUES | extra))
     writer.evaluation("zero_shot", 2, 128, {"top1": 0.5})
     writer.close()
     return read_records(RunFolder(folder).metrics)
@@ -79,15 +78,15 @@ class FullDisk(io.StringIO):
         self.write("")
 
 
-def test_a_full_disk_is_said_once_and_neither_stops_the_run_nor_the_sinks(tmp_path, wandb, capsys, monkeypatch):
+def test_a_full_disk_is_reported_once_and_neither_stops_the_run_nor_the_sinks(tmp_path, wandb, capsys, monkeypatch):
     writer = writer_in(tmp_path, "wandb")
     monkeypatch.setattr(writer, "file", FullDisk())
-    writer.step(1, 64, VALUES)
+    writer.after_step(step_done(1, samples_seen=64, values=VALUES))
     writer.evaluation("zero_shot", 1, 64, {"top1": 0.5})
     assert writer.lost == 2
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", FullDisk())
-        writer.step(2, 128, VALUES)  # a record and a line of the console
+        writer.after_step(step_done(2, samples_seen=128, values=VALUES))  # a record and a line of the console
     writer.close()
     shown = capsys.readouterr().out
     assert shown.count("No space left on device") == 1 and "step 1/4" in shown and "zero_shot at step 1" in shown
@@ -99,7 +98,7 @@ class CommError(Exception):
     """W&B's errors are no OSErrors."""
 
 
-def test_a_sink_that_fails_in_its_own_way_is_said_once_and_the_others_go_on(tmp_path, wandb, capsys, monkeypatch):
+def test_a_sink_that_fails_is_reported_once_and_the_others_continue(tmp_path, wandb, capsys, monkeypatch):
     def fail(*_):
         raise CommError("the service is gone")
 
@@ -109,7 +108,7 @@ def test_a_sink_that_fails_in_its_own_way_is_said_once_and_the_others_go_on(tmp_
     writer.sinks.append(after)
     for name in ("log", "finish"):
         monkeypatch.setattr(writer.sinks[0].run, name, fail)
-    writer.step(1, 64, VALUES)
+    writer.after_step(step_done(1, samples_seen=64, values=VALUES))
     writer.evaluation("zero_shot", 1, 64, {"top1": 0.5})
     writer.close()
     assert writer.lost == 3 and kinds == ["train", "zero_shot", "end"] and writer.file.closed
@@ -118,7 +117,7 @@ def test_a_sink_that_fails_in_its_own_way_is_said_once_and_the_others_go_on(tmp_
     assert shown.count("CommError: the service is gone") == 1 and "step 1/4" in shown
 
 
-def test_what_a_sink_loses_at_its_close_is_said_before_the_console_ends(tmp_path, monkeypatch):
+def test_what_a_sink_loses_at_its_close_is_reported_before_the_console_ends(tmp_path, monkeypatch):
     def fail():
         raise CommError("the service is gone")
 
@@ -131,10 +130,10 @@ def test_what_a_sink_loses_at_its_close_is_said_before_the_console_ends(tmp_path
     assert len(calls) == 2 and "the service is gone" in calls[0] and calls[1] == "closed"
 
 
-def test_a_mistake_in_what_is_recorded_is_not_taken_for_a_full_disk(tmp_path):
+def test_a_programming_error_in_a_record_is_not_mistaken_for_a_full_disk(tmp_path):
     writer = writer_in(tmp_path)
     with pytest.raises(KeyError, match="samples_per_second"):
-        writer.step(1, 64, {"loss": 1.0})
+        writer.after_step(step_done(1, samples_seen=64, values={"loss": 1.0}))
     writer.close()
 
 
@@ -155,7 +154,7 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch
     seconds = itertools.count(10)  # names of event files begin with the time, and are read in their order
     monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: float(next(seconds))))
     for seen, shown in ((0, (64, 128, 192)), (128, (192, 256)), (64, (128,))):
-        (sink,) = open_sinks(TrainConfig(), tmp_path, samples_seen=seen)
+        sink = TensorBoardSink(tmp_path, seen)
         for samples in shown:
             sink.log("train", 1, samples, {"loss": float(seen)})
         sink.close()
@@ -175,7 +174,7 @@ def test_wandb_gets_the_same_curves_and_a_resumed_run_continues_its_own(tmp_path
     assert logged[2] == {"zero_shot/top1": 0.5, "samples_seen": 128}
 
 
-def test_wandb_that_is_not_installed_is_refused_at_once_with_the_command(monkeypatch):
+def test_wandb_that_is_not_installed_is_rejected_at_once_with_the_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--report-to all: wandb is not installed .pip install"):
         parse_args(["--dataset-type", "synthetic", "--train-num-samples", "10", "--report-to", "all"])
@@ -240,7 +239,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
     assert steps[-1].news == ["the profile could not be written (Not a directory)"]
 
 
-def test_a_run_too_short_for_its_profile_says_so(tmp_path):
+def test_a_run_too_short_for_its_profile_reports_it(tmp_path):
     profiler = StepProfiler(2, tmp_path, PhaseTimer(torch.device("cpu")), enabled=True)
     profiler.after_step(step_done(phases={"data": 1.0}))
     assert "ended after 1 steps" in profiler.close()
@@ -254,7 +253,7 @@ def test_profile_flag_leaves_trace_and_table_in_the_run_folder(demo_folder, tmp_
     assert "phase/replay" in (tmp_path / "run" / "profile" / "table.txt").read_text()
 
 
-def test_a_record_behind_a_torn_line_is_not_lost_with_it(tmp_path):
+def test_a_record_after_a_torn_line_is_not_lost_with_it(tmp_path):
     write(tmp_path)
     path = RunFolder(tmp_path).metrics
     whole = path.read_text()

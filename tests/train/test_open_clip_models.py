@@ -145,24 +145,11 @@ def test_a_family_trains_under_zero_1_and_3_and_begins_as_open_clip_has_it(famil
     tokenizer = f"hf:{models / 'bert'}" if family == "hf" else str(demo_folder / "tokenizer.model")
     curves = []
     for stage in (1, 3):
-        config = TrainConfig(
-            train_data=str(demo_folder / "train"),
-            tokenizer=tokenizer,
-            model=f"open_clip:{models / family}.json",
-            loss="siglip" if family == "siglip" else "inf_cl",
-            workers=0,
-            batch_size=8,
-            accum_freq=2,
-            steps=4,
-            lr=1e-3,
-            warmup=1,
-            logs=str(tmp_path),
-            name=f"zero{stage}",
-            precision="fp32",
-            deepspeed_config=f"ds_configs/zero{stage}.json",
-            grad_checkpointing=stage == 3,
-            report_to="none",
-        )
+        config = demo_config(
+            demo_folder, tmp_path, name=f"zero{stage}", model=f"open_clip:{models / family}.json", tokenizer=tokenizer,
+            loss="siglip" if family == "siglip" else "inf_cl", batch_size=8, steps=4, warmup=1,
+            deepspeed_config=f"ds_configs/zero{stage}.json", grad_checkpointing=stage == 3,
+        )  # fmt: skip
         losses, first, features = run_ranks(train, 2, config, timeout=200)[0]
         assert len(losses) == 4
         assert losses[0] == pytest.approx(first, abs=1e-5), f"{family}, ZeRO-{stage}"
@@ -267,21 +254,10 @@ def test_running_statistics_move_once_per_step_with_checkpointing(stage, demo_fo
     vision = {"image_size": 64, "timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear"}
     model = tmp_path / "model.json"
     model.write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": CLIP_TEXT}))
-    config = TrainConfig(
-        train_data=str(demo_folder / "train"),
-        tokenizer=str(demo_folder / "tokenizer.model"),
-        model=f"open_clip:{model}",
-        workers=0,
-        batch_size=8,
-        accum_freq=3,
-        steps=1,
-        logs=str(tmp_path),
-        name="run",
-        precision="fp32",
-        deepspeed_config=f"ds_configs/zero{stage}.json",
-        grad_checkpointing=True,
-        report_to="none",
-    )
+    config = demo_config(
+        demo_folder, tmp_path, model=f"open_clip:{model}", batch_size=8, accum_freq=3, steps=1,
+        deepspeed_config=f"ds_configs/zero{stage}.json", grad_checkpointing=True,
+    )  # fmt: skip
     running, means, momentum, count = run_ranks(first_norm, 2, config, timeout=200)[0]
     assert len(means) == 6 and (momentum, count) == (0.1, 1)
     torch.testing.assert_close(running, 0.1 * means.mean(0), rtol=1e-5, atol=1e-7)

@@ -9,7 +9,7 @@ from infcl.report.records import read_metrics
 from tests.lib.ranks import run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.small_loader import caption_tokenizer
-from tests.lib.training import new_trainer
+from tests.lib.training import demo_config, new_trainer
 
 CASES = {
     "duplicates": {"duplicates": "positive"},
@@ -45,25 +45,11 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, cas
     curves = []
     splits = ((1, 24, 1, "1"), (1, 8, 3, "2"), (2, 6, 2, "1"))  # ranks, micro-batch, micro-batches, cached graphs
     for number, (ranks, size, count, resident) in enumerate(splits):
-        config = TrainConfig(
-            train_data=str(data / "shards"),
-            tokenizer=str(data / "x.model"),
-            model="demo",
-            workers=0,
-            batch_size=size,
-            accum_freq=count,
-            resident_micro_batches=resident,
-            pixel_cache_gb="0",
-            steps=4,
-            lr=1e-3,
-            warmup=1,
-            logs=str(tmp_path),
-            name=str(number),
-            save_frequency=0,
-            precision="fp32",
-            report_to="none",
-            **CASES[case],
-        )
+        config = demo_config(
+            data, tmp_path, name=str(number), train_data=str(data / "shards"), tokenizer=str(data / "x.model"),
+            model="demo", batch_size=size, accum_freq=count, resident_micro_batches=resident, pixel_cache_gb="0",
+            steps=4, warmup=1, **CASES[case],
+        )  # fmt: skip
         records = run_ranks(fit, ranks, config, timeout=200)[0]
         names = ["loss", "grad_norm", *(["duplicate_share"] if config.duplicates != "negative" else [])]
         curves.append([record[name] for record in records for name in names])
@@ -76,15 +62,12 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, cas
     [
         (["--duplicates-by", "pixels"], "--duplicates-by pixels is none of image, caption and key:NAME"),
         (["--duplicates", "mask", "--loss", "disco"], "--duplicates mask is for --loss inf_cl and siglip, not disco"),
-        (
-            ["--captions-per-image", "2", "--loss", "siglip"],
-            "--captions-per-image 2 and --negatives-key are for",
-        ),
+        (["--captions-per-image", "2", "--loss", "siglip"], "--captions-per-image 2 and --negatives-key are for"),
         (["--captions-per-image", "2", "--duplicates", "mask"], "captions of one image its positives, which"),
         (["--captions-per-image", "0"], "--captions-per-image 0 must be greater than 0"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(flags, message):
+def test_flags_that_contradict_each_other_are_rejected(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(["--train-data", "a/{0..3}.tar", "--tokenizer", __file__, *flags])
 

@@ -44,7 +44,7 @@ def test_a_request_to_end_is_noted_only(number):
     assert signal.signal(signal.SIGHUP, before) is signal.SIG_DFL
 
 
-def test_behind_the_loop_sigusr1_ends_the_process_again_though_its_start_took_note_of_it():
+def test_after_the_loop_sigusr1_ends_the_process_again_though_its_start_took_note_of_it():
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with StopSignals([]):
@@ -54,7 +54,7 @@ def test_behind_the_loop_sigusr1_ends_the_process_again_though_its_start_took_no
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_callers_own_handlers_are_there_again_behind_the_loop():
+def test_a_callers_own_handlers_are_there_again_after_the_loop():
     def own(*_):
         pass
 
@@ -67,7 +67,7 @@ def test_a_callers_own_handlers_are_there_again_behind_the_loop():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_what_comes_when_all_have_looked_does_what_it_does_behind_the_loop():
+def test_a_signal_after_the_last_check_has_its_usual_effect_after_the_loop():
     came = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -103,7 +103,7 @@ def test_a_deepspeed_command_that_ended_during_the_start_ends_the_run_after_its_
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of parents in /proc")
-def test_a_process_whose_parent_was_interrupted_is_told_from_one_that_has_its_parent():
+def test_a_process_whose_parent_was_interrupted_is_distinguished_from_one_that_has_its_parent():
     """As `deepspeed` and its launcher: in a session of their own, the command the first."""
     command = "sleep 60 & echo $!; wait"
     with subprocess.Popen(["sh", "-c", command], start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:

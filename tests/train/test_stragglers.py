@@ -82,7 +82,7 @@ def test_the_wait_of_the_second_reading_counts_as_a_ranks_own_time():
             Parallel(0, 2, 0, torch.device("cpu"), dist.group.WORLD), every=1, encoding_waits=encoding_waits
         )
         with mock.patch.object(stragglers, "_gather", lambda means: ([means[0]] * 2, [means[1]] * 2)):
-            step = step_done(phases={"data": 0.2, "encode": 0.8}, waited_for_data=0.7, waited_again=0.5)
+            step = step_done(phases={"data": 0.2, "encode": 0.8}, waited=0.7, again=0.5)
             stragglers.after_step(step)
         assert step.values["seconds_own_usual"] == pytest.approx(own)
 
@@ -93,7 +93,7 @@ def gathered(rank, world_size):
     reported = []
 
     def steps(number: int):
-        step = step_done(number, phases={"data": 0.5, "encode": 0.5 + rank, "loss": 9.0}, waited_for_data=0.5)
+        step = step_done(number, phases={"data": 0.5, "encode": 0.5 + rank, "loss": 9.0}, waited=0.5)
         stragglers.after_step(step)
         reported.append((step.values, step.news))
 

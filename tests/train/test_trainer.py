@@ -43,11 +43,7 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_split(demo_folder, tmp_pa
 @pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3", "zero3_offload"])
 def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_folder, tmp_path, preset):
     config = demo_config(
-        demo_folder,
-        tmp_path,
-        batch_size=16,
-        deepspeed_config=f"ds_configs/{preset}.json",
-        grad_checkpointing=True,
+        demo_folder, tmp_path, batch_size=16, deepspeed_config=f"ds_configs/{preset}.json", grad_checkpointing=True
     )
     assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
@@ -76,7 +72,7 @@ def test_siglip_trains_with_its_bias(demo_folder, tmp_path):
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_a_run_with_siglips_bias_goes_on_with_clips_loss(demo_folder, tmp_path):
+def test_a_run_with_siglips_bias_continues_with_clips_loss(demo_folder, tmp_path):
     first = demo_config(demo_folder, tmp_path, batch_size=8, steps=1, loss="siglip", name="first")
     run_ranks(fit, 1, first)
     model = str(tmp_path / "first" / "model_config.json")
@@ -113,7 +109,7 @@ def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
     ("unlocked", "trunk", "presets"),
     [(0, "keep", ["zero0", "zero3"]), (1, "keep", ["zero1"]), (2, "keep", ["zero0", "zero3"]), (2, "again", ["zero3"])],
 )
-def test_a_locked_tower_trains_alike_in_every_stage(demo_folder, tmp_path, unlocked, trunk, presets):
+def test_a_locked_tower_trains_the_same_way_in_every_stage(demo_folder, tmp_path, unlocked, trunk, presets):
     """What is frozen is encoded once and kept; with one micro-batch nothing is."""
     flags = {"steps": 4, "lock_image": True, "lock_image_unlocked_groups": unlocked, "force_patch_dropout": 0.5}
     uncached = run_losses(2, demo_config(demo_folder, tmp_path / "uncached", batch_size=32, accum_freq=1, **flags))
@@ -245,15 +241,7 @@ def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_doe
     ids=["at the last step: evaluated and exported", "before: no other is begun"],
 )
 def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_path, steps, lost, kept):
-    config = demo_config(
-        demo_folder,
-        tmp_path,
-        batch_size=4,
-        steps=steps,
-        save_every_n_steps=1,
-        accum_freq=1,
-        warmup=0,
-    )
+    config = demo_config(demo_folder, tmp_path, batch_size=4, steps=steps, save_every_n_steps=1, accum_freq=1, warmup=0)
     [(step, ended)] = run_ranks(fit_with_lost_saves, 1, config, lost)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", *kept]
     assert (tmp_path / "run" / "summary.json").is_file() == (step == steps) == (ended == "")
@@ -273,7 +261,7 @@ def broken_export(rank, world_size, config):
     return str(failure.value)
 
 
-def test_a_failure_to_export_ends_every_rank_and_says_what_it_was(demo_folder, tmp_path):
+def test_a_failure_to_export_ends_every_rank_and_reports_what_it_was(demo_folder, tmp_path):
     messages = run_ranks(broken_export, 2, demo_config(demo_folder, tmp_path, steps=1, warmup=0, batch_size=4))
     assert messages[0] == messages[1] and "could not be written" in messages[0], messages
     assert "KeyError: 'logit_scale'" in messages[0] and "step_00000001" in messages[0]
@@ -295,7 +283,7 @@ def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
     assert messages[0] == messages[1] and not list(tmp_path.iterdir())
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
+def test_a_rejected_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, steps=3, save_every_n_steps=1)
     run_ranks(fit, 1, config, 2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -304,7 +292,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_resume_into_epochs_of_another_length_is_refused(demo_folder, tmp_path):
+def test_a_resume_into_epochs_of_another_length_is_rejected(demo_folder, tmp_path):
     """Step 3 is in the second epoch of 128 samples, in the first of 256: samples would be left out or repeated."""
     config = demo_config(demo_folder, tmp_path, steps=9, train_num_samples=128, save_every_n_steps=1)
     run_ranks(fit, 1, config, 3)
@@ -322,7 +310,7 @@ def test_a_resume_into_epochs_of_another_length_is_refused(demo_folder, tmp_path
         ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
     ],
 )
-def test_what_cannot_work_is_refused_by_every_rank_alike(demo_folder, tmp_path, changes, message):
+def test_what_cannot_work_is_rejected_by_every_rank(demo_folder, tmp_path, changes, message):
     messages = run_ranks(refusal, 2, dataclasses.replace(demo_config(demo_folder, tmp_path), **changes))
     assert message in messages[0]
     assert messages[0] == messages[1]
