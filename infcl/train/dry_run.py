@@ -197,8 +197,10 @@ def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -
 
 
 def _flops(count: float) -> str:
-    scale, unit = next((s for s in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")) if count >= s[0]), (1e6, "MFLOP"))
-    return f"{count / scale:,.2f} {unit}"
+    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count / 1e6:,.2f} MFLOP"
 
 
 def _size(count: float) -> str:
