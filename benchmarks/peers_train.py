@@ -212,21 +212,16 @@ def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
 
 
 def _checkout(text: str) -> Checkout:
-    """Parse DIR, a git checkout, or DIR@COMMIT for a folder that is none.
+    """Parse DIR, a git checkout.
 
     Raises:
-        argparse.ArgumentTypeError: the folder does not exist, or its commit is unknown.
+        argparse.ArgumentTypeError: the folder is no git checkout.
     """
-    folder, commit = (text, "") if Path(text).is_dir() or "@" not in text else text.rpartition("@")[::2]
-    if not Path(folder).is_dir():
-        raise argparse.ArgumentTypeError(f"{folder} is no folder")
-    path = Path(folder).resolve()
-    if not commit and (path / ".git").exists():
-        found = git_commit(path) or ""
-        commit = found[:7] + found[40:]
-    if not commit:
-        raise argparse.ArgumentTypeError(f"{text} is no git checkout; DIR@COMMIT says which commit it is of")
-    return Checkout(path, commit)
+    path = Path(text).resolve()
+    if not (path / ".git").exists():
+        raise argparse.ArgumentTypeError(f"{text} is no git checkout")
+    found = git_commit(path) or ""
+    return Checkout(path, found[:7] + found[40:])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -234,10 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--programs", default=None, help="comma-separated; default: all whose checkout is given or not needed"
     )
-    parser.add_argument(
-        "--inf-clip", type=_checkout, metavar="DIR", default=None,
-        help="a checkout of DAMO-NLP-SG/Inf-CLIP, or DIR@COMMIT where it is unpacked without git's folder",
-    )  # fmt: skip
+    parser.add_argument("--inf-clip", type=_checkout, metavar="DIR", help="a git checkout of DAMO-NLP-SG/Inf-CLIP")
     parser.add_argument("--model", default="ViT-L-14", help="a name that all know, or a JSON file's absolute path")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128, help="micro-batch of a GPU")

@@ -78,9 +78,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpus", type=int, default=1, help="one process each")
     parser.add_argument("--zero", default="1", help="preset: ds_configs/zero<this>.json")
     parser.add_argument("--zero-options", type=json.loads, default={}, help="JSON: more keys of zero_optimization")
-    parser.add_argument(
-        "--sdpa", default="auto", choices=("auto", "flash", "cudnn", "efficient"), help="kernel of torch's attention"
-    )
     parser.add_argument("--measured-steps", type=int, default=4)
     parser.add_argument("--warm-up-steps", type=int, default=2)
     parser.add_argument("--label", default=None, help="of the row; default: the flags")
@@ -95,13 +92,11 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     """Train a few steps and report them."""
-    choose_sdpa(options.sdpa)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with shared_folder() as folder:
         steps = options.warm_up_steps + options.measured_steps
-        own = ["--attention", "torch"] if options.sdpa != "auto" else []
-        config = config_of(options.zero, options.zero_options, steps, [*own, *trainer_flags], folder)
+        config = config_of(options.zero, options.zero_options, steps, trainer_flags, folder)
         try:
             parallel = init_parallel(config.device)
         except ValueError as error:  # too few GPUs
@@ -141,14 +136,6 @@ def shared_folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def choose_sdpa(name: str) -> None:
-    """Restrict torch's scaled_dot_product_attention to one fused kernel and the plain one; "auto": no restriction."""
-    if name != "auto":
-        torch.backends.cuda.enable_flash_sdp(name == "flash")
-        torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
-        torch.backends.cuda.enable_mem_efficient_sdp(name == "efficient")
-
-
 def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str], folder: Path) -> TrainConfig:
     """Return the config of a run on synthetic data with a preset of ds_configs/. The run writes to `folder`."""
     preset = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())
@@ -163,11 +150,11 @@ def config_of(zero: str, zero_options: dict, steps: int, trainer_flags: list[str
     return parse_args([*given, *trainer_flags])
 
 
-def _said(zero: str) -> dict:
+def _bucket_options(zero: str) -> dict:
     """Return the preset's options for a row. A row without them used DeepSpeed's own bucket size, and overlap_comm."""
     known = json.loads(Path(f"ds_configs/zero{zero}.json").read_text())["zero_optimization"]
-    said = {name: known[name] for name in ("reduce_bucket_size",) if name in known}
-    return said | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are on one node
+    found = {name: known[name] for name in ("reduce_bucket_size",) if name in known}
+    return found | ({"overlap_comm": False} if known.get("overlap_comm") == "auto" else {})  # all GPUs are on one node
 
 
 def setting_of(label: str) -> tuple[TrainConfig, dict]:
@@ -219,7 +206,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "hfu": executed * per_gpu / rate / 1e12,
             "library_tflops": rate,
             "steps": len(records),
-            "zero_options": json.dumps(_said(options.zero) | options.zero_options),
+            "zero_options": json.dumps(_bucket_options(options.zero) | options.zero_options),
             "deepspeed": metadata.version("deepspeed"),
         }
         | hardware(options.commit)

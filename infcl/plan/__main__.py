@@ -220,16 +220,11 @@ def read_range(text: str) -> list[int]:
 
 
 def _print_curve(rows: list[dict]) -> None:
-    """Print rows as CSV and, to stderr, the number of GPUs from which a group of phases exceeds the towers."""
+    """Print rows as CSV."""
     writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
-    for ring in dict.fromkeys(row["ring"] for row in rows):
-        for group in ("loss", "ring traffic", "ZeRO traffic"):
-            above = [row["gpus"] for row in rows if row["ring"] == ring and row[group] > row["towers"]]
-            where = f"from {above[0]} GPUs on" if above else "nowhere"
-            print(f"# {ring}: {group} exceeds the towers {where}", file=sys.stderr)
 
 
 def draw(rows: list[dict], title: str, path: Path) -> None:
