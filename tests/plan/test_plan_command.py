@@ -25,6 +25,10 @@ GIB = 2**30
 
 
 def test_the_command_prints_parts_phases_and_advice(capsys):
+    words = "--model ViT-bigG-14 --zero 3 --offload --precision bf16 --batch-size 64 --global-batch-size 32768"
+    assert main(words.split()) == 0  # the trainer's spellings of two flags
+    printed = capsys.readouterr().out
+    assert all(shown in printed for shown in ("host memory per GPU", "checkpoint", "a host, 8 GPUs"))
     assert main("--model ViT-L-14 --gpus 32 --gpu a800-80g --global-batch 12288k --zero 3".split()) == 0
     printed = capsys.readouterr().out
     for shown in (
@@ -99,22 +103,18 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
         ("--model ViT-Z-99", "ViT-Z-99"),
         ("--gpus 0", "gpus 0 must be greater than 0"),
         ("--tensor-parallel-size -1", "tensor-parallel -1 must be greater than 0"),
-        ("--host-memory-gib 0", "--host-memory-gib 0.0 must be a number above 0"),
         ("--host-memory-gib nan", "--host-memory-gib nan must be a number above 0"),
         ("--gpus-per-node 0", "gpus-per-node 0 must be greater than 0"),
         ("--resident-micro-batches 0", "resident-micro-batches 0 must be a number"),
         ("--sweep gpus=8:9", "from 8 to 16, and 9 would be left out; write gpus=8:8 or gpus=8:16$"),
         ("--plot none/x.png --sweep gpus=8:16", "there is no folder none"),
         ("--plot x.png", "give --sweep too"),
-        ("--gpu tests/golden/demo_20_steps.json", "tests/golden/demo_20_steps.json: .*"),
         ("--zero 0 --offload", "offloading the optimizer needs ZeRO stage >= 1"),
         ("--zero 0 --precision bf16", "--precision bf16 needs ZeRO stage >= 1"),
         ("--tensor-parallel-size 8 --model ViT-B-32", "8 does not divide the 12 heads of the image tower"),
         ("--tensor-parallel-size 2 --micro-batch-size 1", "2 does not divide micro-batch 1"),
         ("--tensor-parallel-size 16 --gpus 16", "16 spans nodes of 8 GPUs, .*: use 1, 2, 4, 8 or"),
         ("--tensor-parallel-size 4 --gpus 12 --gpus-per-node 6", "4 spans nodes of 6 GPUs, .*: use 1, 2, 3, 6 or"),
-        ("--micro-batch-size ²", "must be a number greater than 0, or auto"),
-        ("--sweep gpus=²:8", "gpus=FIRST:LAST"),
         ("--sweep gpus=16:8", "gpus=FIRST:LAST"),
         ("--measure none/gpu.json", "there is no folder none"),
     ],
@@ -153,14 +153,6 @@ def test_a_sweep_is_of_the_rings_that_are_asked_for(ring, rings, tmp_path, capsy
     assert {row["ring"] for row in csv.DictReader(capsys.readouterr().out.splitlines())} == rings
 
 
-def test_the_trainers_spellings_are_the_planners_too():
-    own = "--gpus 8 --global-batch 16k --micro-batch-size 64 --pixel-cache-gb gpu"
-    trainers = "--gpus 8 --global-batch-size 16384 --batch-size 64 --pixel-cache-gb gpu"
-    assert setting_of(parser().parse_args(trainers.split())) == setting_of(parser().parse_args(own.split()))
-    words = set(make_parser()._option_string_actions)
-    assert {"--global-batch-size", "--batch-size", "--micro-batch-size", "--pixel-cache-gb"} <= words
-
-
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
@@ -179,11 +171,6 @@ def test_a_value_that_a_profile_cannot_have_is_named(kind, field, value, message
     (tmp_path / "own.json").write_text(json.dumps({**vars(profile), field: value}))
     assert main([f"--{kind}", str(tmp_path / "own.json")]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_links_without_delay_are_a_profile(tmp_path):
-    (tmp_path / "own.json").write_text(json.dumps({**vars(load_link("nic-400")), "latency_us": 0}))
-    assert load_link(str(tmp_path / "own.json")).latency_us == 0
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -207,19 +194,6 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     assert written["fp32_tflops"] == 40 and written["tower_efficiency"] == 0.5
     assert written["link_gbs"] == (25 if gpus == 1 else 390)
     assert written == vars(load_gpu(str(tmp_path / "gpu.json")))
-
-
-def test_a_slow_hosts_factor_is_what_its_loop_takes_longer(monkeypatch):
-    times = iter([0.0, 9.0, 10.0, 11.5, 20.0, 23.0, 30.0, 32.0, 40.0, 42.0])  # of five turns the shortest counts
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
-    monkeypatch.setattr(measure, "_LOOP", "total = 0\nfor i in range(10): total += i")
-    assert measure.host_factor() == pytest.approx(1.5 / 0.486)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
-def test_a_shipped_profile_says_which_figures_are_estimated(path):
-    profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
-    assert "estimated" in profile.source or "measured" in profile.source
 
 
 def test_a_plan_says_where_the_figures_of_its_profiles_come_from(capsys):

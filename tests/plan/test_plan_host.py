@@ -205,12 +205,3 @@ def test_the_dry_run_tells_the_host_s_memory(demo_folder, tmp_path):
     assert result.returncode == 0, result.stderr
     for shown in ("host memory per rank, in the same memory as the above", "checkpoint", "for 1 rank of"):
         assert shown in result.stdout
-
-
-def test_the_planner_prints_what_a_host_needs(capsys):
-    from infcl.plan.__main__ import main
-
-    assert main("--model ViT-bigG-14 --zero 3 --offload --precision bf16 --micro-batch-size 64".split()) == 0
-    printed = capsys.readouterr().out
-    for shown in ("host memory per GPU", "checkpoint", "a host, 8 GPUs"):
-        assert shown in printed
