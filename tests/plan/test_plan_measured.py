@@ -70,62 +70,64 @@ def test_the_steps_of_the_papers_figure_4(row):
 # ---- H200s ----
 
 
-STEPS = compare(steps(), load_gpu("h200"))
+UNBOUNDED = float("inf")
 
 
-def _name(one: dict) -> str:
-    return f"{one['row']['gpus']} GPUs, {one['row']['label']}"
+def step_cases() -> list:
+    """Return measured steps with their plans, and the bounds of the errors of speed and peak."""
+    h200, found = load_gpu("h200"), []
+
+    def add(kind: str, compared: list[dict], bounds) -> None:
+        for one in compared:
+            row = one["row"]
+            speed, memory = bounds(row) if callable(bounds) else bounds
+            found.append(pytest.param(one, speed, memory, id=f"{kind}, {row['gpus']} GPUs, {row['label']}"))
+
+    def hosts(row: dict) -> tuple[float, float]:
+        """What DeepSpeed's hooks cost ZeRO-3 that gathers in each pass is the host's time, and not planned."""
+        each_pass = row["zero"] == "3" and (row["commit"] in EACH_PASS or "reuse_distance" in row["zero_options"])
+        return UNBOUNDED if each_pass and row["micro_batch"] != "256" else 0.15, 0.05
+
+    def reduced(row: dict) -> tuple[float, float]:
+        """What reductions during the backward cost it is not planned: they are up to 22% slower."""
+        return 0.15 if '"overlap_comm": false' in row["zero_options"] else UNBOUNDED, 0.05
+
+    # Packed captions of ViT-B are left out: busy cores let the host wait for them (dev/log/2026-11.md).
+    without_timer = [
+        row
+        for row in stored("step_waits.csv")
+        if row["tree"].startswith("off") and (row["text_share"] == "1.0" or row["model"] == "ViT-L-14")
+    ]
+    smaller = [row for row in stored("optimizers.csv") if "lock-image" not in row["label"]]
+    measured_profile = load_gpu(str(RESULTS / "h200_measured.json"))
+    add("H200", compare(steps(), h200), (0.15, 0.05))
+    add("slow host", compare(stored("step_slow_host.csv"), slow_host()), (0.15, 0.05))
+    add("hosts", compare(stored("step_hosts.csv"), h200), hosts)
+    add("reductions", compare(stored("step_reductions.csv"), h200), reduced)
+    # ViT-B-32 is planned too fast: 5% padded, 7 to 9% packed.
+    add("captions", compare(stored("step_captions.csv"), h200),
+        lambda row: (0.1 if row["model"] == "ViT-B-32" else 0.05, 0.05))  # fmt: skip
+    add("no timer", compare(without_timer, h200), (0.10, 0.05))
+    # A setting plans the state of AdamW and LAMB.
+    add("smaller towers", compare(smaller, h200),
+        lambda row: (0.15, 0.05 if row["label"].endswith(("opt adamw", "opt lamb")) else UNBOUNDED))  # fmt: skip
+    add("profile of --measure", compare(steps(), measured_profile), (0.15, UNBOUNDED))
+    # No constant was set from an H100.
+    add(
+        "H100",
+        compare(stored("step_h100.csv"), h100()),
+        lambda row: (0.10, 0.02) if row["gpus"] == "1" else (0.15, 0.05),
+    )
+    # torch's attention with half of ViT-B-16's patches, 99 tokens, is planned 8% too fast.
+    add("attention", compare(stored("step_attention.csv"), h200),
+        lambda row: (0.09 if row["attention"] == "torch" else 0.05, 0.05))  # fmt: skip
+    add("cached", compare(stored("step_resident.csv"), h200), (0.07, 0.02))
+    return found
 
 
-@pytest.mark.parametrize("one", STEPS, ids=_name)
-def test_measured_steps_on_h200s(one):
-    assert abs(one["speed_error"]) < 0.15
-    assert abs(one["memory_error"]) < 0.05
-
-
-@pytest.mark.parametrize("one", compare(stored("step_slow_host.csv"), slow_host()), ids=_name)
-def test_measured_steps_on_slow_hosts(one):
-    """One factor for the host meets ZeRO-1, which it makes an eighth slower, and ZeRO-3, a third slower."""
-    assert abs(one["speed_error"]) < 0.15
-    assert abs(one["memory_error"]) < 0.05
-
-
-@pytest.mark.parametrize("one", compare(stored("step_hosts.csv"), load_gpu("h200")), ids=_name)
-def test_measured_steps_of_large_micro_batches_and_of_what_is_gathered_once(one):
-    """On machines of several speeds: what DeepSpeed's own hooks cost there is the host's, not planned."""
-    row = one["row"]
-    each_pass = row["zero"] == "3" and (row["commit"] in EACH_PASS or "reuse_distance" in row["zero_options"])
-    if not each_pass or row["micro_batch"] == "256":
-        assert abs(one["speed_error"]) < 0.15
-    assert abs(one["memory_error"]) < 0.05
-
-
-@pytest.mark.parametrize("one", compare(stored("step_reductions.csv"), load_gpu("h200")), ids=_name)
-def test_measured_peaks_with_each_way_to_reduce_gradients(one):
-    """What reductions during the backward cost it is not planned: by up to 22% they are slower than planned."""
-    assert abs(one["memory_error"]) < 0.05
-    if '"overlap_comm": false' in one["row"]["zero_options"]:
-        assert abs(one["speed_error"]) < 0.15
-
-
-@pytest.mark.parametrize("one", compare(stored("step_captions.csv"), load_gpu("h200")), ids=_name)
-def test_measured_steps_of_packed_and_whole_captions(one):
-    """Those of ViT-B-32 are planned too fast: 5% whole, 7 to 9% packed."""
-    assert abs(one["memory_error"]) < 0.05
-    assert abs(one["speed_error"]) < (0.1 if one["row"]["model"] == "ViT-B-32" else 0.05)
-
-
-WITHOUT_TIMER = [  # except packed captions of ViT-B, for which busy cores let the host wait: dev/log/2026-11.md
-    row
-    for row in stored("step_waits.csv")
-    if row["tree"].startswith("off") and (row["text_share"] == "1.0" or row["model"] == "ViT-L-14")
-]
-
-
-@pytest.mark.parametrize("one", compare(WITHOUT_TIMER, load_gpu("h200")), ids=_name)
-def test_measured_steps_without_deepspeeds_timer(one):
-    assert abs(one["speed_error"]) < 0.10
-    assert abs(one["memory_error"]) < 0.05
+@pytest.mark.parametrize(("one", "speed", "memory"), step_cases())
+def test_measured_steps(one, speed, memory):
+    assert abs(one["speed_error"]) < speed and abs(one["memory_error"]) < memory
 
 
 @pytest.mark.parametrize("row", rows("table1_h200.csv", "largest_batch.csv", "memory_rows.csv"), ids=str)
@@ -172,28 +174,6 @@ def test_measured_peaks_under_tensor_parallelism(row):
 @pytest.mark.parametrize(("row", "setting"), measured.tensor_parallel_steps(), ids=str)
 def test_measured_steps_under_tensor_parallelism(row, setting):
     assert 1000 * step_seconds(setting) == pytest.approx(row["step_ms"], rel=0.15)
-
-
-SMALLER = [row for row in stored("optimizers.csv") if "lock-image" not in row["label"]]
-
-
-@pytest.mark.parametrize("one", compare(SMALLER, load_gpu("h200")), ids=_name)
-def test_measured_steps_of_smaller_towers(one):
-    assert abs(one["speed_error"]) < 0.15
-    if one["row"]["label"].endswith(("opt adamw", "opt lamb")):  # a setting plans their state
-        assert abs(one["memory_error"]) < 0.05
-
-
-@pytest.mark.parametrize("one", compare(steps(), load_gpu(str(RESULTS / "h200_measured.json"))), ids=_name)
-def test_the_profile_that_measure_wrote_plans_them_as_well(one):
-    assert abs(one["speed_error"]) < 0.15
-
-
-@pytest.mark.parametrize("one", compare(stored("step_h100.csv"), h100()), ids=_name)
-def test_steps_of_a_card_by_which_nothing_was_set(one):
-    """Within 15 and 5%, as all measured steps; those of one GPU were met closer."""
-    speed, memory = (0.10, 0.02) if one["row"]["gpus"] == 1 else (0.15, 0.05)
-    assert abs(one["speed_error"]) < speed and abs(one["memory_error"]) < memory
 
 
 def test_the_docs_table_of_errors_is_what_the_planner_says():
