@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     tf32: bool  # inputs are float32 rounded to tf32's 11 bits, because a tensor core would truncate them
     softmax_forward: Callable
     softmax_backward: Callable
+    sigmoid_forward: Callable
     sigmoid_gradients: Callable
     products_of_sums: Callable
 
@@ -82,6 +83,7 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         tf32,
         partial(triton_forward.softmax_forward, tf32=tf32),
         partial(triton_backward.softmax_backward, tf32=tf32),
+        partial(triton_forward.sigmoid_forward, tf32=tf32),
         partial(triton_backward.sigmoid_gradients, tf32=tf32),
         triton_groups.products_of_sums,
     )

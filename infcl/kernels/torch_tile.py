@@ -123,6 +123,27 @@ def softmax_backward(
         chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
 
 
+def sigmoid_forward(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    masked: bool,
+    workspace_bytes: int,
+    groups: Groups | None = None,
+) -> Tensor:
+    """Return `-logsigmoid(-(logits + bias)).sum()`, 0-dim, float32 or wider.
+
+    Positives of `groups` contribute -logsigmoid(logits + bias). Arguments as in `softmax_forward`; bias is 0-dim.
+    """
+    loss = rows.new_zeros((), dtype=_accumulator_like(rows))
+    for chunk in _chunks(rows, columns, workspace_bytes):
+        logits = chunk.row_features @ chunk.column_features.T * scale + bias
+        loss += _sigmoid_terms(chunk, logits, masked, groups)[0].sum()
+    return loss
+
+
 def sigmoid_gradients(
     rows: Tensor,
     columns: Tensor,
@@ -138,9 +159,6 @@ def sigmoid_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Compute the losses, and add to d_rows, d_columns and d_scale as softmax_backward does, in one pass.
 
-    An entry's loss is -logsigmoid(-(logits + bias)), that of a positive of `groups` is -logsigmoid(logits + bias).
-    Arguments as in `softmax_backward`; bias is 0-dim.
-
     Returns:
         The sum of all losses and the sum of dS (the bias's gradient), 0-dim, float32 or wider.
     """
@@ -148,19 +166,24 @@ def sigmoid_gradients(
     slope = torch.zeros_like(loss)
     for chunk in _chunks(rows, columns, workspace_bytes):
         cosines = chunk.row_features @ chunk.column_features.T
-        logits = cosines * scale + bias
-        if groups is not None:
-            same = chunk.sharing_an_id(groups)
-            logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
-        if masked:
-            chunk.diagonal_of(logits).fill_(-math.inf)
-        loss += F.softplus(logits, threshold=50).sum()
-        d_logits = logits.sigmoid_()
-        if groups is not None:
-            d_logits = torch.where(same, -d_logits, d_logits)
+        losses, d_logits = _sigmoid_terms(chunk, cosines * scale + bias, masked, groups)
+        loss += losses.sum()
         slope += d_logits.sum()
         chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
     return loss, slope
+
+
+def _sigmoid_terms(chunk: "_Chunk", logits: Tensor, masked: bool, groups: Groups | None) -> tuple[Tensor, Tensor]:
+    """Return the losses and dS of a chunk's entries. Overwrites the logits."""
+    if groups is not None:
+        same = chunk.sharing_an_id(groups)
+        logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
+    if masked:
+        chunk.diagonal_of(logits).fill_(-math.inf)
+    losses, d_logits = F.softplus(logits, threshold=50), logits.sigmoid_()
+    if groups is not None:
+        d_logits = torch.where(same, -d_logits, d_logits)
+    return losses, d_logits
 
 
 def products_of_sums(

@@ -7,7 +7,7 @@ In: image and text features [b, D] of this rank, scale and bias. Out: the loss; 
 
 The loss of an entry depends only on its own logit, so the forward computes the gradients too. This costs 3 matmuls
 (6 B^2 D flops), W - 1 hops of b*D operands and W hops of b*D float32. The backward only multiplies the gradients by the
-incoming gradient; until then 2 b*D float32 are kept.
+incoming gradient; until then 2 b*D float32 are kept. If no gradient is needed, the forward is one matmul.
 Gradient scaling as in loss/inf_cl.
 Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
 """
@@ -61,15 +61,20 @@ def siglip_loss(
     ids = {"image_ids": image_ids, "text_ids": text_ids}
     setup = set_up("siglip", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
     scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
-    return _SigLip.apply(image_features, text_features, *scalars, setup)
+    leaves = image_features, text_features, *scalars
+    wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    return _SigLip.apply(*leaves, setup, wanted)
 
 
 class _SigLip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, image_features, text_features, scale, bias, setup: Setup):
+    def forward(ctx, image_features, text_features, scale, bias, setup: Setup, wanted: bool):
         with torch.autocast(image_features.device.type, enabled=False):
             rows, columns = setup.operands(image_features, text_features)
-            loss, *gradients = ring_pass(
+            if not wanted:
+                loss = ring_loss(rows, columns, scale, bias, *setup.of_a_pass(), duplicates=setup.duplicates)
+                return loss / len(rows)
+            loss, *gradients = ring_loss_and_gradients(
                 rows, columns, scale, bias, *setup.of_a_pass(), duplicates=setup.duplicates, needs=setup.needs
             )
         ctx.save_for_backward(scale, *gradients)
@@ -86,10 +91,36 @@ class _SigLip(torch.autograd.Function):
             None if side is None else torch.mul(side, factor * scale, out=torch.empty_like(side, dtype=dtype))
             for side, dtype in zip(sides, ctx.dtypes)
         ]
-        return *sides, factor * d_scale, factor * d_bias, None
+        return *sides, factor * d_scale, factor * d_bias, None, None
 
 
-def ring_pass(
+def ring_loss(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ring: RingExchange,
+    tile: Tile,
+    workspace_bytes: int,
+    *,
+    duplicates: Duplicates | None,
+) -> Tensor:
+    """Return the sum of the losses over this rank's rows and all columns, 0-dim."""
+    loss = -F.logsigmoid(row_products(rows, columns) * scale + bias).sum()
+    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
+        loss += tile.sigmoid_forward(
+            rows,
+            block,
+            scale,
+            bias,
+            masked=hop == 0,
+            workspace_bytes=workspace_bytes,
+            groups=None if duplicates is None else duplicates.groups(*ids),
+        )
+    return loss
+
+
+def ring_loss_and_gradients(
     rows: Tensor,
     columns: Tensor,
     scale: Tensor,

@@ -47,9 +47,11 @@ def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, mas
     torch.testing.assert_close(d_scale, 1 + (d_logits * (r @ c.T)).sum())
 
     logits = logits + bias
+    loss = torch_tile.sigmoid_forward(r, c, scale, bias, **options)
+    torch.testing.assert_close(loss, -F.logsigmoid(-logits).sum())
     d_rows, d_columns, d_scale = torch.zeros_like(r), torch.zeros_like(c), torch.zeros_like(scale)
     sums = torch_tile.sigmoid_gradients(r, c, scale, bias, d_rows, d_columns, d_scale, **options)
-    torch.testing.assert_close(sums, (-F.logsigmoid(-logits).sum(), logits.sigmoid().sum()))
+    torch.testing.assert_close(sums, (loss, logits.sigmoid().sum()))
     torch.testing.assert_close((d_rows, d_columns), (logits.sigmoid() @ c, logits.sigmoid().T @ r))
     torch.testing.assert_close(d_scale, (logits.sigmoid() * (r @ c.T)).sum())
 

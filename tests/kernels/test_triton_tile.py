@@ -64,6 +64,9 @@ def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**1
                 error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
                 assert error < tolerance, ("rows alone", rows, columns, dim, kind, scale, dtype, bounds, error)
 
+            truth = torch_tile.sigmoid_forward(*wide, bias.double(), **bounds)
+            result = tile.sigmoid_forward(row_features, column_features, scale, bias, **bounds)
+            torch.testing.assert_close(result.double(), truth, rtol=1e-5, atol=1e-4)
             expected = [torch.zeros_like(x) for x in wide]
             sums = torch_tile.sigmoid_gradients(*wide, bias.double(), *expected, **bounds)
             value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
