@@ -31,13 +31,13 @@ class Split:
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, full: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's shard. No communication."""
-        pieces = whole.unflatten(self.dim, (self.stacked, self.size, -1))
+        pieces = full.unflatten(self.dim, (self.stacked, self.size, -1))
         own = pieces.select(self.dim + 1, dist.get_rank(self.group))
         return own.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
+    def full(self, part: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from all ranks' shards. Collective: one all-gather."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
@@ -45,7 +45,7 @@ class Split:
         pieces = [one.unflatten(self.dim, (self.stacked, -1)) for one in parts]
         return torch.stack(pieces, dim=self.dim + 1).flatten(self.dim, self.dim + 2)
 
-    def whole_shape(self, part: torch.Size) -> torch.Size:
+    def full_shape(self, part: torch.Size) -> torch.Size:
         shape = list(part)
         shape[self.dim] *= self.size
         return torch.Size(shape)

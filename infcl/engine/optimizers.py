@@ -271,7 +271,7 @@ def _dims_of(piece: Piece) -> tuple[int, int]:
     return dims
 
 
-def _touched(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
+def _touched(piece: Piece, mean: torch.Tensor) -> torch.Tensor:
     """Return a view of the rows of a mean that the piece touches, or all of it if dim 0 was summed over."""
     first, end = piece.rows
-    return whole if whole.shape[0] == 1 else whole.narrow(0, first, end - first)
+    return mean if mean.shape[0] == 1 else mean.narrow(0, first, end - first)

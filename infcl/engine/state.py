@@ -61,7 +61,7 @@ class ZeroState:
     def shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
         """Return the shape of the full parameter or state. Under stage 3 the parameter is empty between steps."""
         split, part = _split(parameter), self._part_shape(parameter, key)
-        return part if split is None else split.whole_shape(part)
+        return part if split is None else split.full_shape(part)
 
     def keys(self, parameter: nn.Parameter) -> list[str]:
         """Return the keys of a parameter's optimizer state and `EMA`, or [] if it is frozen."""
@@ -88,7 +88,7 @@ class ZeroState:
             The full tensor, f32, on the device. It may share memory with the state.
         """
         split, part = _split(parameter), self._read_part(parameter, key)
-        return part if split is None else split.whole(part)
+        return part if split is None else split.full(part)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
@@ -107,10 +107,10 @@ class ZeroState:
         own = flat.read(piece.offset, piece.numel) if isinstance(flat, Blockwise) else piece.of(flat)
         if self.stage == 0:
             return own.float().view(piece.shape)
-        whole = torch.zeros(piece.shape.numel(), dtype=torch.float32, device=self.engine.device)
-        whole.narrow(0, piece.start, piece.numel).copy_(own)
-        dist.all_reduce(whole, group=self.group)
-        return whole.view(piece.shape)
+        full = torch.zeros(piece.shape.numel(), dtype=torch.float32, device=self.engine.device)
+        full.narrow(0, piece.start, piece.numel).copy_(own)
+        dist.all_reduce(full, group=self.group)
+        return full.view(piece.shape)
 
     @torch.no_grad()
     def write_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
@@ -134,11 +134,11 @@ class ZeroState:
         source = dist.get_global_rank(self.group, 0)
         for name, parameter in self.parameters():
             if parameter in self.pieces:
-                whole = torch.empty(self._part_shape(parameter), dtype=torch.float32, device=self.engine.device)
+                full = torch.empty(self._part_shape(parameter), dtype=torch.float32, device=self.engine.device)
                 if dist.get_rank() == source:
-                    whole.copy_(values.pop(name))
-                dist.broadcast(whole, source, group=self.group)
-                self.write_part(parameter, whole)
+                    full.copy_(values.pop(name))
+                dist.broadcast(full, source, group=self.group)
+                self.write_part(parameter, full)
 
     @contextlib.contextmanager
     def showing_average(self) -> Iterator[None]:

@@ -95,7 +95,7 @@ class KeptParameters:
             self.on = kept
 
     def _enter(self, pass_: str, fetch: Callable[[Any], None], module: Any) -> None:
-        if self.gathered and self._is_whole(module):
+        if self.gathered and self._is_gathered(module):
             if pass_ == "forward":
                 self._stack.append(module)  # the hook after the forward pops it
             return
@@ -109,7 +109,7 @@ class KeptParameters:
         if module is self._root and pass_ == "forward":
             self.gathered = self.on
 
-    def _is_whole(self, module: Any) -> bool:
+    def _is_gathered(self, module: Any) -> bool:
         if module not in self._parameters:
             self._parameters[module] = list(self._iterate(module, recurse=self._is_leaf(module)))
         return all(parameter.ds_status is self._available for parameter in self._parameters[module])

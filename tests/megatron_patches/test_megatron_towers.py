@@ -21,7 +21,7 @@ def whole_values(model, part_of=lambda parameter: parameter.detach()) -> dict[st
     values = {}
     for name, parameter in model.named_parameters():
         split = getattr(parameter, "tensor_parallel_split", None)
-        values[name] = part_of(parameter) if split is None else split.whole(part_of(parameter))
+        values[name] = part_of(parameter) if split is None else split.full(part_of(parameter))
     return values
 
 
