@@ -8,6 +8,7 @@ Why: with offsets, one `pread` reads any sample. An epoch can then be a permutat
      extracted, member names are opaque keys, and other members are never read.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -181,26 +182,24 @@ def ensure_index(
     expected: dict[str, Any] = {"format": _FORMAT, "image_key": keys.image, "text_key": keys.text}
     expected |= {"file_bytes": file.file_bytes, "version": file.version}
     digest = _digest(path if is_remote(path) else os.path.abspath(path))
-    folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"
     is_default = (keys.image, keys.text) == (DEFAULT_KEYS.image, DEFAULT_KEYS.text)
     of_keys = "" if is_default else f".{_digest(f'{keys.image} {keys.text}')[:8]}"
-    places = ([] if is_remote(path) else [Path(path + of_keys + SIDECAR)]) + [folder / f"{digest}{of_keys}.idx"]
-    for place in places:
-        header = _read_header(place)
+    folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"
+    cached, sidecars = folder / f"{digest}{of_keys}.idx", [] if is_remote(path) else [Path(path + of_keys + SIDECAR)]
+    for sidecar in [*sidecars, cached]:
+        header = _read_header(sidecar)
         if header is not None and all(header.get(k) == v for k, v in expected.items()):
-            return str(place), header
+            return str(sidecar), header
     index = scan_shard(path, keys, storage)
     header = expected | {"file_bytes": index.file_bytes, "version": index.version, "samples": len(index.members)}
     header |= {"rejected": index.rejected, "damage": index.damage, "bad_keys": index.bad_keys}
-    for place in places[:-1]:
-        try:
-            _write(place, header, index.members)
-            return str(place), header
-        except OSError:
-            pass  # a read-only or full data set folder
-    places[-1].parent.mkdir(parents=True, exist_ok=True)
-    _write(places[-1], header, index.members)
-    return str(places[-1]), header
+    for sidecar in sidecars:
+        with contextlib.suppress(OSError):  # a read-only or full data set folder
+            _write(sidecar, header, index.members)
+            return str(sidecar), header
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(cached, header, index.members)
+    return str(cached), header
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -242,7 +241,7 @@ def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
     members = np.frombuffer(data, dtype="<i8").reshape(samples, 6)
     begins, sizes = members[:, ::2], members[:, 1::2]
     if (members < ABSENT).any() or (begins > file_bytes).any() or (sizes > file_bytes - begins).any():
-        raise ShardFault("shard_unreadable", f"{index_path} is no index of its shard: delete it")
+        raise ShardFault("shard_unreadable", f"{index_path} is not an index of its shard: delete it")
     return members
 
 
@@ -252,10 +251,10 @@ def _read_header(path: Path) -> dict | None:
         with open(path, "rb", opener=open_regular) as file:
             line = file.readline(_MAX_HEADER)
             header = json.loads(line)
-            whole = len(line) + header["samples"] * 48 == os.fstat(file.fileno()).st_size
+            is_complete = len(line) + header["samples"] * 48 == os.fstat(file.fileno()).st_size
     except (OSError, ValueError, KeyError, TypeError, RecursionError, ShardFault):
         return None
-    return header if whole and header.get("format") == _FORMAT else None
+    return header if is_complete and header.get("format") == _FORMAT else None
 
 
 def _digest(text: str) -> str:

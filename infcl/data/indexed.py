@@ -82,10 +82,7 @@ class PlanSampler:
         self.again = range(0)  # indices of the micro-batches that come a second time at the end of each step
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        return self._items(*self.start)
-
-    def _items(self, epoch: int, first_step: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        chunk = chunk_size(self.share.global_batch_size)
+        (epoch, first_step), chunk = self.start, chunk_size(self.share.global_batch_size)
         plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=epoch, factors=self.factors)
         for start in self.share.positions(first_step, self.steps_per_epoch, self.again):
             yield epoch, start, plan.samples(start, start + self.share.rows)
@@ -97,16 +94,15 @@ class IndexedSource(Source):
     repeats = True
 
     def __init__(self, collection: Collection, data: DataConfig, decoder: SampleDecoder, share: Share):
-        num_samples = data.num_samples
-        total, where = epoch_size(collection.counts, collection.factors), str(collection)
         self.found, self.about = collection.found, str(collection)
-        if self.found:
-            where += f" ({', '.join(f'{name}: {count}' for name, count in self.found.items())})"
+        problems = ", ".join(f"{name}: {count}" for name, count in self.found.items())
+        where = f"{self.about} ({problems})" if problems else self.about
+        total = epoch_size(collection.counts, collection.factors)
         if total == 0:
             raise ValueError(f"{where}: {collection.if_empty}")
-        if num_samples is not None and num_samples > total:
-            raise ValueError(f"{num_samples} samples per epoch were asked for, but {where}")
-        self.num_samples = total if num_samples is None else num_samples
+        self.num_samples = total if data.num_samples is None else data.num_samples
+        if self.num_samples > total:
+            raise ValueError(f"{self.num_samples} samples per epoch were requested (--train-num-samples), but {where}")
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
         self.sha256, self.board = collection.sha256, WorkerBoard(data.workers, data.timeout, collection.name_of)
         self._sampler = PlanSampler(collection, share, seed=decoder.seed, steps_per_epoch=self.steps_per_epoch)

@@ -129,7 +129,7 @@ class ShardReader:
         def attempt() -> list[bytes | None]:
             try:
                 file, members = self._file(i)
-                wanted = [member for row in members[rows].tolist() for member in self._members_of(row, images)]
+                wanted = [member for row in members[rows].tolist() for member in self._wanted(row, images)]
                 data = read_members(file, wanted, path)
                 if file.changed():
                     raise ShardFault("shard_changed", f"{path} changed during the run")
@@ -145,7 +145,7 @@ class ShardReader:
             self._faults[i] = time.monotonic() + _LEAVE_ALONE_SECONDS, error
             raise
 
-    def _members_of(self, row: list[int], images: bool) -> list[tuple[int, int]]:
+    def _wanted(self, row: list[int], images: bool) -> list[tuple[int, int]]:
         """Return (offset, size) of image, text and json; a member that is not needed is marked as absent."""
         absent = (ABSENT, ABSENT)
         use_json = self.keys.json_text is not None or row[2] == ABSENT
@@ -201,7 +201,9 @@ def read_members(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> l
             end, stop = max(end, offset + size), stop + 1
         data = file.pread(end - begin, begin)
         if len(data) < end - begin:
-            raise ShardFault("shard_changed", f"{path} ends at byte {begin + len(data)}, was it cut after indexing?")
+            raise ShardFault(
+                "shard_changed", f"{path} ends at byte {begin + len(data)}: it was truncated after indexing"
+            )
         for i in order[at:stop]:
             offset, size = wanted[i]
             result[i] = data[offset - begin : offset - begin + size]

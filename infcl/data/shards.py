@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from glob import escape, glob
 from itertools import chain
 from typing import NamedTuple
@@ -56,13 +56,13 @@ def find_shards(
     times = Counter(shard if is_remote(shard) else os.path.abspath(shard) for shard in shards)
     if twice := [shard for shard, count in times.items() if count > 1]:
         raise ValueError(
-            f"{len(twice)} of {len(times)} shards are named more than once, {', '.join(twice[:3])}"
+            f"{len(twice)} of {len(times)} shards are listed more than once: {', '.join(twice[:3])}"
             f"{', ...' * (len(twice) > 3)}: their samples would be each other's negatives; "
             "--train-data-upsampling-factors shows a source's samples more often"
         )
     if not shards:
         raise ValueError(
-            f"no shards in {urls!r}: name tars, a folder of tars, or braces like 'data/{{00000..00041}}.tar'"
+            f"no shards in {urls!r}: give tars, a folder of tars, or braces like 'data/{{00000..00041}}.tar'"
         )
     return sources, missing
 
@@ -79,7 +79,7 @@ def _names_in(path: str) -> list[str]:
         with open_lines(path, errors="surrogateescape") as lines:
             names = [line.strip() for line in lines]
     except ValueError as error:
-        raise ValueError(f"@{path}: no file of urls can be read there ({error})") from error
+        raise ValueError(f"cannot read the urls of @{path}: {error}") from error
     return [name for name in names if name and not name.startswith("#")]
 
 
@@ -264,22 +264,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
     parser.add_argument("--jobs", type=int, default=1, help="shards indexed at the same time")
     args = parser.parse_args(arguments)
-    keys = SampleKeys(image=args.image_key, text=args.text_key)
-    storage = StorageOptions(allow_pipe=args.allow_pipe_urls)
-    options = {
-        "keys": keys,
-        "index_cache": args.index_cache,
-        "storage": storage,
-        "max_missing": args.max_missing_shards,
-    }
+    load = partial(
+        load_manifest,
+        args.urls,
+        keys=SampleKeys(image=args.image_key, text=args.text_key),
+        index_cache=args.index_cache,
+        storage=StorageOptions(allow_pipe=args.allow_pipe_urls),
+        max_missing=args.max_missing_shards,
+        world_size=args.jobs,
+    )
     try:
         if args.jobs > 1:
             with ProcessPoolExecutor(args.jobs) as pool:  # as ranks do, each process starts at another shard
-                shares = [{"rank": rank, "world_size": args.jobs} for rank in range(args.jobs)]
-                parts = [pool.submit(load_manifest, args.urls, **share, **options) for share in shares]
-                for part in parts:
+                for part in [pool.submit(load, rank=rank) for rank in range(args.jobs)]:
                     part.result()
-        manifest = load_manifest(args.urls, **options)
+        manifest = load()
     except ValueError as error:
         parser.error(str(error))
     print(f"{counted(len(manifest.shards), 'shard')}, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
@@ -290,10 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"    {key}")
         if count > len(shown) > 0:
             print(f"    and {count - len(shown)} more")
-    for path, damage in manifest.damaged.items():
-        print(f"  damaged, its intact samples are used: {path}: {damage}")
-    for path, why in manifest.missing.items():
-        print(f"  left out: {path}: {why}")
+    for warning in manifest.warnings:
+        print(f"  {warning}")
     if manifest.num_samples == 0:
         parser.exit(
             2, f"{parser.prog}: error: no sample has an image ({args.image_key}) and a caption ({args.text_key})\n"
