@@ -142,11 +142,11 @@ class StepLoader:
 
     def _as_before(self, batch: MicroBatch, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
         """Return the micro-batch of the samples `ids`, or `batch` (other samples) if they cannot be read."""
-        _log.warning("other samples came when micro-batches were read again; reading those of before")
+        _log.warning("the second read of a micro-batch gave other samples; reading those of the first")
         try:
             return self._source.exactly(epoch, first, ids)
         except BadSample as bad:
-            _log.warning("a sample of before cannot be read again: %s: %s", bad.cause, bad)
+            _log.warning("a sample of the first read cannot be read again: %s: %s", bad.cause, bad)
             return batch
 
     def set_position(self, epoch: int, step: int) -> None:

@@ -187,7 +187,7 @@ class FsspecFile:
         limit = self._options.timeout + size / MIN_BYTES_PER_SECOND
         data = self._ask(limit, lambda: self._files.cat_file(self._path, start=offset, end=end))
         if len(data) != end - offset:
-            raise OSError(f"{len(data)} of {end - offset} bytes came")
+            raise OSError(f"read {len(data)} of {end - offset} bytes")
         return data
 
     def copy(self, out: BinaryIO) -> None:

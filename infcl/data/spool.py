@@ -61,7 +61,7 @@ class _Bounded:
     def write(self, data: bytes) -> None:
         self._written += len(data)
         if self._written > self._limit:
-            raise ShardFault("shard_unreadable", f"more than {self._limit / 1e9:.3g} GB came (--data-cache-gb)")
+            raise ShardFault("shard_unreadable", f"the shard exceeds {self._limit / 1e9:.3g} GB (--data-cache-gb)")
         if time.monotonic() > self._deadline + self._written / MIN_BYTES_PER_SECOND:
             raise TimeoutError(TOO_SLOW)
         if self._written > self._look_at:

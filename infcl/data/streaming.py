@@ -170,8 +170,8 @@ class StreamingSource(Source):
             num_samples = known_samples(shards)
         if num_samples is None:
             raise ValueError(
-                "the streaming reader cannot count samples: say how many make an epoch (num_samples, "
-                "--train-num-samples), or put sizes.json or img2dataset's _stats.json next to the shards"
+                "the streaming reader cannot count samples: give --train-num-samples, or put sizes.json or "
+                "img2dataset's _stats.json next to the shards"
             )
         if len(shards) < readers:
             raise ValueError(

@@ -161,7 +161,7 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
     except ValueError:
         raise ValueError(
             f"{path} has no columns {columns.image!r} and {columns.caption!r} but {header[:10]}: "
-            f"say --csv-img-key, --csv-caption-key or --csv-separator (now {separator!r})"
+            f"set --csv-img-key, --csv-caption-key or --csv-separator (now {separator!r})"
         ) from None
     for first, taken, row in lines:
         if row is None:
@@ -169,8 +169,8 @@ def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]]
         elif taken > 1 and _holds_rows(row, len(header), image_at, separator):
             if not problems["index/unclosed_quote"]:
                 warnings.append(
-                    f"{path}, lines {first} to {first + taken - 1}: one quoted field holds what look like rows; they "
-                    "are left out: remove the quote that opens it (index/unclosed_quote counts such lines)"
+                    f"{path}, lines {first} to {first + taken - 1}: one quoted field contains what look like rows; "
+                    "they are left out: remove the quote that opens it (index/unclosed_quote counts such lines)"
                 )
             problems["index/unclosed_quote"] += taken
         elif len(row) <= max(image_at, caption_at):

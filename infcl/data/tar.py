@@ -34,7 +34,7 @@ def tar_members(
             if any(header):
                 damage.append(f"bad header at byte {position}")
             elif following is not None or not blank:
-                damage.append(f"an end-of-archive block at byte {position}, and more behind it")
+                damage.append(f"data after the end-of-archive block at byte {position}")
             elif not _BLOCK < file_bytes - position <= _MAX_PADDING:  # two zero blocks end a tar, then padding
                 damage.append(f"{file_bytes - position} zero bytes at the end: was it cut or never filled?")
             if following is None:

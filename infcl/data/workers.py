@@ -68,7 +68,7 @@ class WorkerBoard:
         """Yield the items of `loader`.
 
         Raises NoBatch if a worker returned one, if the workers cannot start, or after the DataLoader's time-out. The
-        message then says what each worker was reading.
+        message then reports what each worker was reading.
         """
         try:
             items = iter(loader)
@@ -85,12 +85,14 @@ class WorkerBoard:
             except RuntimeError as error:
                 if "DataLoader timed out" not in str(error):
                     raise
-                raise NoBatch(f"no batch for {self.timeout:g} s; {self._says()} (a third of --dist-timeout)") from error
+                raise NoBatch(
+                    f"no batch for {self.timeout:g} s; {self._status()} (a third of --dist-timeout)"
+                ) from error
             if isinstance(item, NoBatch):
                 raise item
             yield item
 
-    def _says(self) -> str:
+    def _status(self) -> str:
         busy = [(worker, int(part), since) for worker, (part, since, _) in enumerate(self._rows.tolist()) if part >= 0]
         now = time.monotonic()
         lines = [f"worker {worker} reads {self.name_of(part)} for {now - since:.0f} s" for worker, part, since in busy]
@@ -174,8 +176,8 @@ def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -
         return None
     held = f"its workers held {sum(memory_mb):,.0f} MB" if memory_mb else "there was no batch yet"
     return (
-        f"a worker of the loader of rank {rank} has died ({words.rstrip('. ')}; {held}). Where nobody killed it, the "
-        "system did for want of memory: use fewer --workers, a smaller --batch-size, or more memory"
+        f"a worker of the loader of rank {rank} has died ({words.rstrip('. ')}; {held}). If nobody killed it, the "
+        "system ran out of memory: use fewer --workers, a smaller --batch-size, or more memory"
     )
 
 

@@ -149,19 +149,8 @@ def test_ranks_are_disjoint_and_the_global_batch_does_not_depend_on_their_number
         sorted(step) for step in sample_numbers(step_loader(shards, tokenizer, micro_batch_size=2, num_micro_batches=6))
     ]
     for world_size, micro_batches in [(2, 3), (3, 2)]:
-        ranks = [
-            sample_numbers(
-                step_loader(
-                    shards,
-                    tokenizer,
-                    micro_batch_size=2,
-                    num_micro_batches=micro_batches,
-                    rank=rank,
-                    world_size=world_size,
-                )
-            )
-            for rank in range(world_size)
-        ]
+        sizes = {"micro_batch_size": 2, "num_micro_batches": micro_batches, "world_size": world_size}
+        ranks = [sample_numbers(step_loader(shards, tokenizer, rank=rank, **sizes)) for rank in range(world_size)]
         assert [sorted(sum(step, [])) for step in zip(*ranks)] == expected
         assert all(len(set(step)) == 12 for step in expected)
 
@@ -329,14 +318,8 @@ def test_truncated_captions_are_noted(shards, tokenizer):
 
 def test_synthetic_data_has_the_same_interface(shards, tokenizer):
     def synthetic(rank: int, seed: int = 0) -> SyntheticLoader:
-        return SyntheticLoader(
-            Share(3, 2, rank=rank, world_size=2),
-            image_size=16,
-            context_length=12,
-            vocab_size=40,
-            seed=seed,
-            num_samples=50,
-        )
+        sizes = {"image_size": 16, "context_length": 12, "vocab_size": 40, "num_samples": 50}
+        return SyntheticLoader(Share(3, 2, rank=rank, world_size=2), seed=seed, **sizes)
 
     loader = synthetic(0)
     whole = digest(loader)

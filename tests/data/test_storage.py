@@ -91,35 +91,18 @@ def test_a_transfer_that_stalls_or_breaks_off_ends_by_time_out_and_is_never_used
     assert not [name for name in os.listdir(options.cache) if not name.endswith(".lock")] if not ranges else True
 
 
-def test_a_transfer_that_only_trickles_ends_too(web, options):
-    url, behaviour = web
-    file = open_shard(url + "/00000.tar", replace(options, timeout=0.4))
-    behaviour.trickle = 700
-    started = time.monotonic()
-    with pytest.raises(TimeoutError, match="slower than 16 KB/s"):
-        file.pread(5000, 0)
-    assert time.monotonic() - started < 20
-
-
-def test_an_answer_whose_header_never_ends_ends_by_time_out(web, options):
-    url, behaviour = web
-    behaviour.drip = True
-    started = time.monotonic()
-    with pytest.raises(TimeoutError, match="no answer within 0.5 s"):
-        open_shard(url + "/00000.tar", replace(options, timeout=0.5))
-    assert time.monotonic() - started < 5
-
-
 @pytest.mark.parametrize("ranges", [True, False])
-def test_an_answer_whose_first_chunk_never_begins_ends_by_time_out(web, options, ranges):
+@pytest.mark.parametrize("slow", ["trickle", "drip", "drip_chunk"])
+def test_an_answer_that_never_ends_is_stopped(web, options, slow, ranges):
+    """A server that sends a byte now and then, in the header, in the length of a chunk or in the body."""
     url, behaviour = web
     behaviour.ranges, options = ranges, replace(options, timeout=0.5, attempts=1)
     file = open_shard(url + "/00000.tar", options) if ranges else None
-    behaviour.drip_chunk = True
+    setattr(behaviour, slow, 700 if slow == "trickle" else True)
     started = time.monotonic()
     with pytest.raises((TimeoutError, ShardFault), match="slower than 16 KB/s|no answer within 0.5 s"):
         file.pread(5000, 0) if file else local_copy(url + "/00001.tar", options)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_copy_ends_at_the_limit_of_the_spool_and_before_the_disk_is_full(web, options, monkeypatch):
@@ -128,7 +111,7 @@ def test_a_copy_ends_at_the_limit_of_the_spool_and_before_the_disk_is_full(web, 
     monkeypatch.setattr("infcl.data.storage._SMALLEST_LIMIT", 0)
     with pytest.raises(ShardFault, match=r"has .* GB, more than 1e-06 GB \(--data-cache-gb"):  # by Content-Length
         open_shard(url + "/00000.tar", replace(options, cache_bytes=1000))
-    with pytest.raises(ShardFault, match=r"more than 1e-06 GB came \(--data-cache-gb"):
+    with pytest.raises(ShardFault, match=r"the shard exceeds 1e-06 GB \(--data-cache-gb"):
         open_shard("pipe:cat /dev/zero", replace(options, cache_bytes=1000))
     monkeypatch.setattr("infcl.data.spool._FREE_BYTES", 1 << 60)
     with pytest.raises(ShardFault, match="MB are free on the disk of the spool"):
@@ -170,23 +153,6 @@ def test_a_member_without_end_ends_the_shard_of_the_streaming_reader(tmp_path, m
     write_tar(tmp_path / "a.tar", [("a.jpg", bytes(10_000)), ("a.txt", b"a"), *pair_members(1)])
     faults = [record.fault and record.fault.cause for _, record in stream_records([str(path)], SampleKeys(), None)]
     assert faults == ["image_file_too_large", None]
-
-
-def test_a_stalled_shard_costs_its_samples_and_not_the_run(web, options, tmp_path, tokenizer):
-    url, behaviour = web
-    loader = small_loader(
-        url + "/{00000,00001}.tar",
-        tokenizer,
-        micro_batch_size=3,
-        max_bad_fraction=0.99,
-        storage=options,
-        index_cache=str(tmp_path / "index"),
-    )
-    (tmp_path / "served" / "00000.tar").unlink()
-    used = {int(i) for (batch,) in loader for i in batch["ids"]}
-    assert used == set(range(6, 15))
-    assert loader.report()["skipped/shard_missing"] >= 6
-    assert f"skipped/shard_missing in {url}/00000.tar" in loader.table() and loader.table().count(" in http") == 1
 
 
 def test_a_shard_that_is_replaced_on_the_server_is_noticed(web, options, tmp_path):
@@ -334,13 +300,8 @@ def test_retry_waits_longer_each_time_and_says_what_was_last(monkeypatch):
 def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, tokenizer):
     os.mkfifo(tmp_path / "never")
     write_tar(tmp_path / "0.tar", [member for i in range(6) for member in pair_members(i)])
-    loader = small_loader(
-        str(tmp_path),
-        tokenizer,
-        micro_batch_size=2,
-        workers=1,
-        timeout=3.0,  # within which the worker has begun to read
-    )
+    # the worker begins to read within the time-out
+    loader = small_loader(str(tmp_path), tokenizer, micro_batch_size=2, workers=1, timeout=3.0)
     dataset = loader._source._loader.dataset
     dataset.collection._read_shard = lambda *a: open(tmp_path / "never")  # nobody ever writes to it
     with pytest.raises(RuntimeError, match=r"no batch for 3 s; worker 0 reads .*0.tar for [0-9]+ s"):

@@ -48,7 +48,7 @@ def test_it_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer
 
 
 def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="num_samples"):
+    with pytest.raises(ValueError, match="--train-num-samples"):
         step_loader(write_shards(tmp_path, [5]), tokenizer, dataset_type="streaming")
     with pytest.raises(ValueError, match="5 shards cannot feed 2 ranks x 3 workers"):
         step_loader(shards, tokenizer, dataset_type="streaming", num_samples=50, world_size=2, workers=3)

@@ -68,7 +68,7 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
     columns = TableColumns(";", "file", "text")
     assert TableReader(str(other), columns=columns).sha256 == TableReader(str(table)).sha256
     with pytest.raises(
-        ValueError, match=r"no columns 'filepath' and 'title' but \['number;text;file'\]: say --csv-img"
+        ValueError, match=r"no columns 'filepath' and 'title' but \['number;text;file'\]: set --csv-img"
     ):
         TableReader(str(other))
     other.write_text("filepath\ttitle\n")
@@ -121,7 +121,7 @@ def test_a_quote_that_nothing_closes_is_told_with_what_it_took(tmp_path):
     texts = [record.text.decode() for record in reader.read(np.arange(int(reader.counts.sum())), images=False)]
     assert texts == ["zero", "four", "two lines,\nof them a://x.jpg\none", "six"]
     assert reader.found == {"index/unclosed_quote": 3}
-    assert len(reader.warnings) == 1 and "t.csv, lines 3 to 5: one quoted field holds" in reader.warnings[0]
+    assert len(reader.warnings) == 1 and "t.csv, lines 3 to 5: one quoted field contains" in reader.warnings[0]
     path.write_text("\n".join(["filepath\ttitle", *rows[:3]]))
     with pytest.raises(ValueError, match="t.csv, line 3: a quote opens there, or in the 2 lines from there to the end"):
         TableReader(str(path))

@@ -161,11 +161,11 @@ def test_the_command_learns_from_tables_what_it_learns_from_shards(tmp_path, cap
     assert Tokenizer(tmp_path / "x.model").vocab_size == 30
     with pytest.raises(SystemExit):
         main(command)
-    assert "there is none among them (--text-key, --json-text-key; --dataset-type csv" in capsys.readouterr().err
+    assert "there are none (--text-key, --json-text-key; --dataset-type csv" in capsys.readouterr().err
     (tmp_path / "t.csv").write_text("title;filepath\n!;x.jpg\n")
     with pytest.raises(SystemExit):
         main([*command, "--dataset-type", "csv", "--csv-separator", ";"])
-    assert "there is none among them" in capsys.readouterr().err
+    assert "there are none" in capsys.readouterr().err
 
 
 def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():

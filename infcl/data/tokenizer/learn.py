@@ -76,7 +76,7 @@ def _reason(error: RuntimeError, model_type: str) -> str:
         more = "" if model_type == "bpe" else ", or --model-type bpe, which makes more of few"
         return f"they give at most {most[1]} (--vocab-size {most[1]}, or more captions{more})"
     if "sentences_.empty()" in str(error):
-        return "there is none among them (--text-key, --json-text-key; --dataset-type csv for tables)"
+        return "there are none (--text-key, --json-text-key; --dataset-type csv for tables)"
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
         return f"their characters alone are {least[1]} (--vocab-size above that)"
     return str(error)
