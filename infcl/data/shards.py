@@ -50,7 +50,23 @@ def find_shards(
     Raises:
         ValueError: too many shards are missing, no shard is found, a shard is listed twice, or `pipe:` is not allowed.
     """
-    sources, missing = _expand(split_sources(urls), allow_pipe)
+    from braceexpand import braceexpand
+
+    sources: list[list[str]] = []
+    missing: list[str] = []
+    for name in split_sources(urls):
+        sources.append([])
+        for part in braceexpand(name):
+            if part.startswith("pipe:") and not allow_pipe:
+                raise ValueError(f"{part!r} runs a shell command: give --allow-pipe-urls if you trust it")
+            is_folder = os.path.isdir(part)
+            if is_remote(part) or (os.path.exists(part) and not is_folder):
+                sources[-1].append(part)
+            elif found := sorted(glob(os.path.join(escape(part), "*.tar") if is_folder else part)):
+                sources[-1] += found
+            else:
+                hint = " (no *.tar in this folder; --dataset-type csv reads loose images)" if is_folder else ""
+                missing.append(part + hint)
     shards = list(chain.from_iterable(sources))
     _check_missing(missing, len(shards), max_missing)
     times = Counter(shard if is_remote(shard) else os.path.abspath(shard) for shard in shards)
@@ -88,32 +104,6 @@ def check_factors(factors: Sequence[float] | None, sources: Sequence) -> Sequenc
     if factors is not None and (len(factors) != len(sources) or min(factors) <= 0):
         raise ValueError(f"{len(sources)} sources need as many upsampling factors above 0, not {list(factors)}")
     return factors or [1.0] * len(sources)
-
-
-def _expand(names: list[str], allow_pipe: bool) -> tuple[list[list[str]], list[str]]:
-    """Return the shards of each name, and the missing shards."""
-    from braceexpand import braceexpand
-
-    sources: list[list[str]] = []
-    missing: list[str] = []
-    for name in names:
-        shards: list[str] = []
-        for part in braceexpand(name):
-            if part.startswith("pipe:") and not allow_pipe:
-                raise ValueError(f"{part!r} runs a shell command: give --allow-pipe-urls if you trust it")
-            if is_remote(part):
-                shards.append(part)
-            elif os.path.isdir(part):
-                found = sorted(glob(os.path.join(escape(part), "*.tar")))
-                nothing = f"{part} (no *.tar in this folder; --dataset-type csv reads loose images)"
-                (shards if found else missing).extend(found or [nothing])
-            elif os.path.exists(part):
-                shards.append(part)
-            else:
-                found = sorted(glob(part))
-                (shards if found else missing).extend(found or [part])
-        sources.append(shards)
-    return sources, missing
 
 
 def _check_missing(missing: Sequence[str], found: int, allowed: float) -> None:

@@ -123,20 +123,20 @@ def open_regular(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
 @contextlib.contextmanager
 def open_lines(path: str | os.PathLike, *, encoding: str = "utf-8", errors: str = "strict") -> Iterator[Iterator[str]]:
     """Open a text file as an iterator of lines. Raises ValueError if it is unreadable or a line exceeds MAX_LINE."""
+
+    def bounded(file: TextIO) -> Iterator[str]:
+        while line := file.readline(MAX_LINE):
+            if len(line) == MAX_LINE:
+                raise ValueError(f"{file.name}: a line of more than {MAX_LINE >> 20} MB: is this a text file?")
+            yield line
+
     try:
         with open(path, encoding=encoding, errors=errors, newline="", opener=open_regular) as file:
-            yield _bounded_lines(file)
+            yield bounded(file)
     except ShardFault as fault:
         raise ValueError(str(fault)) from fault
     except OSError as error:
         raise ValueError(f"{os.fspath(path)}: {error.strerror}") from error
-
-
-def _bounded_lines(file: TextIO) -> Iterator[str]:
-    while line := file.readline(MAX_LINE):
-        if len(line) == MAX_LINE:
-            raise ValueError(f"{file.name}: a line of more than {MAX_LINE >> 20} MB: is this a text file?")
-        yield line
 
 
 def write_atomic(path: Path, content: bytes) -> None:

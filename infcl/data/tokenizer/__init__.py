@@ -57,35 +57,25 @@ class Tokenizer:
     """
 
     def __init__(self, model_path: str | os.PathLike, context_length: int = 64, *, repairs: bool = True):
-        try:
-            self._load(Path(model_path).read_bytes(), context_length, repairs)
-        except (OSError, RuntimeError) as error:  # sentencepiece raises RuntimeError for a file of another format
-            why = error.strerror if isinstance(error, OSError) else "it cannot be parsed"
-            raise ValueError(f"tokenizer {model_path} is no sentencepiece model ({why})") from error
-
-    def _load(self, model: bytes, context_length: int, repairs: bool) -> None:
         import sentencepiece
 
         if context_length < 2:
             raise ValueError(f"context length {context_length} leaves no room for a token and eos")
-        self._model = model
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.context_length, self.repairs = context_length, repairs
+        try:
+            self._model = Path(model_path).read_bytes()
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except (OSError, RuntimeError) as error:  # sentencepiece raises RuntimeError for a file of another format
+            why = error.strerror if isinstance(error, OSError) else "it cannot be parsed"
+            raise ValueError(f"tokenizer {model_path} is no sentencepiece model ({why})") from error
+        self.context_length, self.repairs, self.truncated = context_length, repairs, 0
         self.vocab_size = self._processor.vocab_size()
         self.pad_id, self.eos_id = self._processor.pad_id(), self._processor.eos_id()
-        self.sha256 = hashlib.sha256(model).hexdigest()
-        self.truncated = 0
+        self.sha256 = hashlib.sha256(self._model).hexdigest()
         if (self.pad_id, self.eos_id) != (PAD_ID, EOS_ID):
             raise ValueError(
                 f"the tokenizer has pad id {self.pad_id} and eos id {self.eos_id}, not {PAD_ID} and {EOS_ID}: "
                 f"train one with `python -m infcl.data.tokenizer train`"
             )
-
-    def __getstate__(self) -> tuple[bytes, int, bool]:
-        return self._model, self.context_length, self.repairs
-
-    def __setstate__(self, state: tuple[bytes, int, bool]) -> None:
-        self._load(*state)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]."""

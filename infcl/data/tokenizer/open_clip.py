@@ -46,11 +46,8 @@ class OpenClipTokenizer:
         what = [self._bpe.clean_fn.__name__, sorted(self._bpe.encoder.items(), key=lambda item: item[1])]
         self.sha256 = hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
-    def __getstate__(self) -> tuple[str, int]:
-        return self.name, self.context_length
-
-    def __setstate__(self, state: tuple[str, int]) -> None:
-        OpenClipTokenizer.__init__(self, *state)
+    def __reduce__(self) -> tuple:
+        return OpenClipTokenizer, (self.name, self.context_length)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]; longer captions are cut so that the end token stays last."""
@@ -105,11 +102,8 @@ class HuggingFaceTokenizer:
         what = [sorted(inner.get_vocab().items()), options, mode, inner.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
-    def __getstate__(self) -> tuple[str, int, dict[str, Any]]:
-        return self.name, self.context_length, self._text_cfg
-
-    def __setstate__(self, state: tuple[str, int, dict[str, Any]]) -> None:
-        HuggingFaceTokenizer.__init__(self, *state)
+    def __reduce__(self) -> tuple:
+        return HuggingFaceTokenizer, (self.name, self.context_length, self._text_cfg)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]; longer captions are cut."""
