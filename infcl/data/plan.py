@@ -98,10 +98,8 @@ def chunk_size(global_batch_size: int) -> int:
     return max(1, min(256, global_batch_size // 512))
 
 
-def epoch_size(counts: np.ndarray, factors: np.ndarray | None = None) -> int:
+def epoch_size(counts: np.ndarray, factors: np.ndarray) -> int:
     """Return the samples per epoch: for each factor, floor(factor) x its samples plus the rounded rest."""
-    if factors is None:
-        return int(np.sum(counts))
     totals = {factor: int(np.sum(counts[factors == factor])) for factor in np.unique(factors).tolist()}
     return sum(int(f) * total + round((f - int(f)) * total) for f, total in totals.items())
 

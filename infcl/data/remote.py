@@ -28,7 +28,7 @@ T = TypeVar("T")
 _COPY_BYTES = 8 << 20
 _READ_BYTES = 1 << 18
 _SECONDS_BETWEEN_CHECKS = 60.0  # of size and tag, if responses do not carry them
-_RETRIES = urllib3.Retry(connect=0, read=0, status=0, other=0, redirect=5)  # storage.retry repeats failed reads
+_RETRIES = urllib3.Retry(connect=False, read=False, other=False, redirect=5)  # storage.retry repeats failed reads
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 
 
