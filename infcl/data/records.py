@@ -15,9 +15,9 @@ import numpy as np
 
 from infcl.config import counted
 from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members, scan_shard
-from infcl.data.remote import open_shard
+from infcl.data.remote import ShardFile, open_shard
 from infcl.data.shards import Manifest, Shard
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, ShardFile, StorageOptions, is_remote, retry
+from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, retry
 
 MAX_CAPTION_BYTES = 4096
 _MERGE_GAP = 4096  # members closer than this are read with one call

@@ -22,7 +22,7 @@ from urllib.parse import urljoin
 import urllib3
 
 from infcl.data.spool import MIN_BYTES_PER_SECOND, TOO_SLOW, spooled
-from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, ShardFile, StorageOptions, is_remote, retry
+from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, StorageOptions, is_remote, retry
 
 T = TypeVar("T")
 _COPY_BYTES = 8 << 20
@@ -32,7 +32,7 @@ _RETRIES = urllib3.Retry(connect=False, read=False, other=False, redirect=5)  # 
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 
 
-def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> ShardFile:
+def open_shard(url: str, options: StorageOptions = DEFAULT_STORAGE) -> "ShardFile":
     """Open a shard, in one attempt.
 
     Raises:
@@ -207,6 +207,9 @@ class FsspecFile:
 
     def close(self) -> None:
         pass
+
+
+ShardFile = LocalFile | HttpFile | FsspecFile
 
 
 def within(seconds: float, call: Callable[[], T], why: str) -> T:

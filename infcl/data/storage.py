@@ -1,8 +1,8 @@
 """Storage: a shard on any kind of storage, as a file for reads at (offset, size).
 
 A shard is a path, `http(s)://`, any other `scheme://` that fsspec supports (s3, gs, hdfs, ...), or `pipe:COMMAND`.
-remote.py opens it as a `ShardFile`, which has a size, a version that changes if the content may have changed, and
-`pread`. This module has the common parts and local files; remote.py has the other kinds.
+remote.open_shard opens it as a file with the interface of `LocalFile`. This module has the common parts and local
+files; remote.py has the other kinds.
 
 A failed read is retried with back-off (`retry`). If it still fails, it raises a `ShardFault` with a cause, which is
 counted. A read never returns wrong bytes.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 MAX_LINE = 16 << 20  # characters per line of a text file
 _SMALLEST_LIMIT = 1 << 30
@@ -59,21 +59,6 @@ class StorageOptions:
 
 
 DEFAULT_STORAGE = StorageOptions()
-
-
-class ShardFile(Protocol):
-    """An open shard with random access."""
-
-    file_bytes: int
-    version: int  # changes when the content may have changed
-
-    def pread(self, size: int, offset: int) -> bytes:
-        """Read `size` bytes at `offset`; fewer only at the end of the file."""
-
-    def changed(self) -> bool:
-        """Return whether the content may have changed since the file was opened."""
-
-    def close(self) -> None: ...
 
 
 def is_remote(url: str) -> bool:
@@ -151,7 +136,10 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 class LocalFile:
-    """A regular local file. `fixed_version` replaces the time stamp as version, for files of the spool."""
+    """A regular local file. `fixed_version` replaces the time stamp as version, for files of the spool.
+
+    Attributes: file_bytes, version (changes when the content may have changed).
+    """
 
     def __init__(self, path: str | os.PathLike, *, fixed_version: int | None = None):
         self._file = open(path, "rb", buffering=0, opener=open_regular)
@@ -163,12 +151,14 @@ class LocalFile:
         return state.st_size, state.st_mtime_ns if self._fixed_version is None else self._fixed_version
 
     def pread(self, size: int, offset: int) -> bytes:
+        """Read `size` bytes at `offset`; fewer only at the end of the file."""
         data = os.pread(self._file.fileno(), size, offset)
         while len(data) < size and (more := os.pread(self._file.fileno(), size - len(data), offset + len(data))):
             data += more
         return data
 
     def changed(self) -> bool:
+        """Return whether the content may have changed since the file was opened."""
         return self._state() != (self.file_bytes, self.version)
 
     def close(self) -> None:

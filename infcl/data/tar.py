@@ -29,7 +29,7 @@ def tar_members(
             damage.append(f"ends at byte {file_bytes} without an end-of-archive block")
             return
         size = _number(header[124:136])
-        if size is None or _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
+        if size is None or not _has_checksum(header):
             following, blank = _next_header(pread, position + _BLOCK, file_bytes)
             if any(header):
                 damage.append(f"bad header at byte {position}")
@@ -73,12 +73,16 @@ def _next_header(pread: Callable[[int, int], bytes], start: int, file_bytes: int
         while at >= 0:
             begin = at - 257
             header = data[begin : begin + _BLOCK] if begin >= 0 else b""
-            if (block + begin) % _BLOCK == 0 and len(header) == _BLOCK:
-                if _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32:
-                    return block + begin, blank and not any(data[:begin])
+            if (block + begin) % _BLOCK == 0 and len(header) == _BLOCK and _has_checksum(header):
+                return block + begin, blank and not any(data[:begin])
             at = data.find(b"ustar", at + 1)
         blank = blank and data.count(0) == len(data)
     return None, blank
+
+
+def _has_checksum(header: bytes) -> bool:
+    field = header[148:156]  # counted as eight spaces
+    return _number(field) == sum(header) - sum(field) + 8 * 32
 
 
 def _short_name(header: bytes) -> bytes:
