@@ -11,7 +11,7 @@ transforms.py  image -> augmented pixels for the image tower
 tokenizer/     captions -> token ids: our own sentencepiece model, or a tokenizer of open_clip or Hugging Face
 samples.py     records -> samples -> a micro-batch
 indexed.py, streaming.py, workers.py   two readers of micro-batches, on torch's DataLoader
-loader.py, synthetic.py   TrainLoader and SyntheticLoader, over which the training loop iterates
+loader.py, synthetic.py   StepLoader, over which the training loop iterates; TrainLoader, SyntheticSource
 evaluation.py  the data sets of the evaluations
 demo.py        the built-in demo data set
 

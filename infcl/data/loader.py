@@ -60,7 +60,7 @@ _MEANT = {  # explains a value of the fingerprint that differs from the run's
 
 
 class StepLoader:
-    """Position, state and report of a loader. The subclasses TrainLoader and SyntheticLoader choose the source.
+    """Position, state and report of a loader. TrainLoader makes its source from a DataConfig.
 
     Attributes: steps_per_epoch, num_samples (of the data set, over all ranks), repeats (whether `steps(again)` works).
     """

@@ -1,4 +1,4 @@
-"""SyntheticLoader: random images and tokens, for benchmarks without a data set (--dataset-type synthetic)."""
+"""SyntheticSource: random images and tokens, for benchmarks without a data set (--dataset-type synthetic)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,16 +6,28 @@ from functools import cached_property
 
 import torch
 
-from infcl.data.loader import MicroBatch, StepLoader
+from infcl.data.loader import MicroBatch
 from infcl.data.plan import Share, draw
 from infcl.data.tokenizer import EOS_ID, PAD_ID
 from infcl.data.workers import ReadLog, Source, WorkerBoard
 
 
-class SyntheticLoader(StepLoader):
-    """Loader of random images and tokens, with the interface of TrainLoader (--dataset-type synthetic).
+def random_captions(
+    count: int, context_length: int, vocab_size: int, end_id: int, pad_id: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return random token rows, int64 [count, context_length], see `SyntheticSource`."""
+    position = torch.arange(context_length)
+    ids = torch.randint(2, vocab_size, (count, context_length), generator=generator)
+    ids[ids == end_id] = 2 - (end_id == 2)
+    end = torch.randint(1, max(2, context_length // 2), (count, 1), generator=generator)
+    return ids.masked_fill(position == end, end_id).masked_fill(position > end, pad_id)
 
-    A rank draws `pool` micro-batches once from (seed, rank). Each (epoch, step, micro-batch) uses one of them.
+
+@dataclass
+class SyntheticSource(Source):
+    """Source of random images and tokens for a StepLoader.
+
+    A rank draws `pool_size` micro-batches once from (seed, rank). Each (epoch, step, micro-batch) uses one of them.
     Captions have 2 to context_length / 2 tokens, uniformly distributed: for a context length of 77, 20 on average.
     Token ids are in [2, vocab_size) except `end_id`. Then come `end_id` and padding (`pad_id`).
 
@@ -27,50 +39,18 @@ class SyntheticLoader(StepLoader):
         seed: of the images, the tokens and the choice of micro-batches.
         num_samples: samples per epoch, over all ranks.
         end_id, pad_id: token ids of the end and of the padding.
-        pool: number of different micro-batches.
+        pool_size: number of different micro-batches.
     """
 
-    def __init__(
-        self,
-        share: Share,
-        *,
-        image_size: int,
-        context_length: int,
-        vocab_size: int,
-        seed: int,
-        num_samples: int,
-        end_id: int = EOS_ID,
-        pad_id: int = PAD_ID,
-        pool: int = 8,
-    ):
-        source = _SyntheticSource(
-            share, image_size, context_length, vocab_size, seed, num_samples, end_id, pad_id, pool
-        )
-        super().__init__(source, share, seed=seed)
-
-
-def random_captions(
-    count: int, context_length: int, vocab_size: int, end_id: int, pad_id: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Return random token rows, int64 [count, context_length], see `SyntheticLoader`."""
-    position = torch.arange(context_length)
-    ids = torch.randint(2, vocab_size, (count, context_length), generator=generator)
-    ids[ids == end_id] = 2 - (end_id == 2)
-    end = torch.randint(1, max(2, context_length // 2), (count, 1), generator=generator)
-    return ids.masked_fill(position == end, end_id).masked_fill(position > end, pad_id)
-
-
-@dataclass
-class _SyntheticSource(Source):
     share: Share
     image_size: int
     context_length: int
     vocab_size: int
     seed: int
     num_samples: int
-    end_id: int
-    pad_id: int
-    pool_size: int
+    end_id: int = EOS_ID
+    pad_id: int = PAD_ID
+    pool_size: int = 8
     repeats = True
 
     def __post_init__(self):

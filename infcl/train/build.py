@@ -22,9 +22,9 @@ from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
 from infcl.data.evaluation import EVAL_LIMITS
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.loader import TrainLoader
+from infcl.data.loader import StepLoader, TrainLoader
 from infcl.data.plan import Share
-from infcl.data.synthetic import SyntheticLoader
+from infcl.data.synthetic import SyntheticSource
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.open_clip import (
     HF_PREFIX,
@@ -320,7 +320,7 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
     return TensorParallelLoss(loss, parallel.tp_group)
 
 
-def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticLoader:
+def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
     """Build the loader of the training data. Collective.
 
     Raises:
@@ -339,7 +339,7 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticL
     if config.dataset_type == "synthetic":
         assert config.train_num_samples is not None, "checked with the flags"
         text = model_config.text_cfg
-        return SyntheticLoader(
+        source = SyntheticSource(
             share,
             image_size=image_size,
             seed=config.seed,
@@ -349,6 +349,7 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> TrainLoader | SyntheticL
             end_id=text.end_id,
             pad_id=text.pad_id,
         )
+        return StepLoader(source, share, seed=config.seed)
     assert inputs.tokenizer is not None, "checked with the flags"
     data, tokenizer = DataConfig.of(config), inputs.tokenizer
     loader = on_every_rank(lambda: TrainLoader(data, tokenizer, share, image_size=image_size, seed=config.seed))

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infcl.data.loader import TooManyBadSamples
+from infcl.data.loader import StepLoader, TooManyBadSamples
 from infcl.data.plan import EpochPlan, Share
 from infcl.data.records import ShardReader
 from infcl.data.storage import ShardFault
-from infcl.data.synthetic import SyntheticLoader, random_captions
+from infcl.data.synthetic import SyntheticSource, random_captions
 from infcl.data.tokenizer import EOS_ID
 from infcl.data.workers import NoBatch, describe_death, make_dataloader
 from tests.lib.shard_files import pair_members, picture, write_tar
@@ -317,9 +317,9 @@ def test_truncated_captions_are_noted(shards, tokenizer):
 
 
 def test_synthetic_data_has_the_same_interface(shards, tokenizer):
-    def synthetic(rank: int, seed: int = 0) -> SyntheticLoader:
-        sizes = {"image_size": 16, "context_length": 12, "vocab_size": 40, "num_samples": 50}
-        return SyntheticLoader(Share(3, 2, rank=rank, world_size=2), seed=seed, **sizes)
+    def synthetic(rank: int, seed: int = 0) -> StepLoader:
+        share, sizes = Share(3, 2, rank=rank, world_size=2), {"image_size": 16, "context_length": 12, "vocab_size": 40}
+        return StepLoader(SyntheticSource(share, seed=seed, num_samples=50, **sizes), share, seed=seed)
 
     loader = synthetic(0)
     whole = digest(loader)
