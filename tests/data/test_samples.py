@@ -14,7 +14,6 @@ from infcl.data.images import ImageLimits, decode_image, open_image, reject_dama
 from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import BadSample, Record
-from infcl.data.samples import decode_record
 from infcl.data.transforms import TRANSFORM_DRAWS, EvalTransform, TrainTransform, resize
 from tests.lib.shard_files import encode, picture, png_bomb
 
@@ -217,11 +216,6 @@ def test_malformed_captions_are_repaired_and_noted():
     caption, notes = decode_caption(record(text="a\u00e9".encode() * 2000))  # the cut falls inside a character
     assert notes == ["caption_cut"] and len(caption.encode()) <= 4096 and "\ufffd" not in caption
     assert decode_caption(record(metadata=b'{"caption": "lone \\ud800 surrogate"}'))[0] == "lone ? surrogate"
-
-
-def test_a_bad_json_beside_a_good_text_is_no_fault():
-    image, (caption,), notes = decode_record(record(encode(picture(0)), b"a text", b"{broken"))
-    assert caption == "a text" and notes == [] and image.shape == (20, 24, 3)
 
 
 def random_numbers(position: int) -> np.ndarray:

@@ -149,10 +149,3 @@ def test_the_streaming_reader_finds_how_many_samples_make_an_epoch(tmp_path, tok
     load_manifest(folder)
     loader = small_loader(folder, tokenizer, dataset_type="streaming", micro_batch_size=4)
     assert loader.steps_per_epoch == len(list(loader)) == 3
-
-
-def test_one_shard_is_enough_for_any_number_of_ranks_and_workers(tmp_path, tokenizer):
-    folder = write_shards(tmp_path / "a", [24])
-    ranks = [small_loader(folder, tokenizer, rank=r, world_size=4, micro_batch_size=2, workers=r % 2) for r in range(4)]
-    seen = [batch["ids"].tolist() for loader in ranks for (batch,) in loader]
-    assert sorted(sum(seen, [])) == list(range(24)) and len(seen) == 12

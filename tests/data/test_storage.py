@@ -165,19 +165,6 @@ def test_a_shard_that_is_replaced_on_the_server_is_noticed(web, options, tmp_pat
     assert load_manifest(url + "/00000.tar", storage=options, index_cache=str(tmp_path / "index")).num_samples == 6
 
 
-def test_missing_shards_are_left_out_only_as_far_as_allowed(web, options, tmp_path):
-    url, _ = web
-    cache = {"storage": options, "index_cache": str(tmp_path / "index")}
-    with pytest.raises(ValueError, match="1 of 3 shards are missing: .*00002.tar: not found"):
-        load_manifest(url + "/{00000..00002}.tar", **cache)
-    manifest = load_manifest(url + "/{00000..00002}.tar", max_missing=0.4, **cache)
-    assert manifest.num_samples == 15 and ShardReader(manifest).found == {"index/missing_shards": 1}
-    local = str(tmp_path / "served" / "{00000..00002}.tar")
-    assert load_manifest(local, max_missing=0.4).num_samples == 15
-    with pytest.raises(ValueError, match=r"--max-missing-shards allows 0.3"):
-        load_manifest(local, max_missing=0.3)
-
-
 def test_pipes_are_spooled_and_their_exit_status_counts(tmp_path, options):
     folder = write_shards(tmp_path / "a", SIZES)
     assert captions(f"pipe:cat {quote(folder)}/" + "{00000,00001}.tar", options, tmp_path) == EXPECTED
