@@ -21,8 +21,8 @@ from typing import TypeVar
 
 # BatchMode: ssh must not prompt. ssh gives up a host that stops answering after 45 s (three intervals).
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
-T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
+T = TypeVar("T")
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
@@ -156,10 +156,11 @@ def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: in
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m infcl.cluster.hostfile", description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("check", "alive", "counts"))
+    actions = "check: report an invalid line; alive: print the hosts that answer; counts: print how many can continue"
+    parser.add_argument("action", choices=("check", "alive", "counts"), help=actions)
     parser.add_argument("hostfile")
-    parser.add_argument("--min-hosts", type=int, default=1)
-    parser.add_argument("--global-batch-size", type=int)
+    parser.add_argument("--min-hosts", type=int, default=1, help="fewest hosts to continue with")
+    parser.add_argument("--global-batch-size", type=int, help="samples per step, which the ranks have to divide")
     arguments = parser.parse_args(argv)
     try:
         hosts = read_hostfile(arguments.hostfile)
