@@ -65,14 +65,14 @@ def test_evaluating_a_foreign_folder_runs_no_code(planted, named, tmp_path, caps
             torch.distributed.destroy_process_group()
     assert not mark.exists()
     shown = capsys.readouterr().err
-    assert ("not a model that open_clip has built in" if named else "without running code from it") in shown
+    assert ("not a model that is built into open_clip" if named else "without running code from it") in shown
     assert "trust_remote_code" not in shown
 
 
 def test_the_report_of_a_foreign_run_runs_no_code_and_says_why_it_has_no_gallery(planted, tmp_path, monkeypatch):
     root, _, mark, _ = planted
     monkeypatch.setattr("infcl.data.evaluation.eval_source", lambda *_: None)
-    assert "not a model that open_clip has built in" in retrieval_gallery(read_run(root))
+    assert "not a model that is built into open_clip" in retrieval_gallery(read_run(root))
     assert not mark.exists()
 
 
