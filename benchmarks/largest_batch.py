@@ -17,6 +17,7 @@ Other flags are pretrain_clip.py's.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
@@ -36,7 +37,8 @@ from benchmarks.step import command
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
 from infcl.plan.memory import memory_of
-from infcl.plan.profile import load_gpu
+from infcl.plan.profile import USABLE, load_gpu
+from infcl.plan.search import largest_batch
 from infcl.plan.setting import Setting
 
 
@@ -132,53 +134,34 @@ def _parser() -> argparse.ArgumentParser:
 
 def planned(options: argparse.Namespace, loss: str, pixels: str, unit: int) -> int:
     """Return the largest batch that the planner fits into 97% of the memory; a multiple of `unit`."""
-    pairs, _ = planned_for(
+    setting = _setting(
         options.model,
         options.gpus,
-        0.97e9 * options.memory_gb,
+        unit,
         pixels=pixels,
         micro_batch=options.batch_size,
         precision=options.precision,
         checkpointing=not options.no_checkpointing,
         loss=loss,
     )
-    return min(pairs, options.max_batch // unit * unit)
+    memory_gib = FILLED * 0.97e9 * options.memory_gb / USABLE / 2**30
+    largest = largest_batch(setting.with_(gpu=dataclasses.replace(setting.gpu, memory_gib=memory_gib)))
+    return min(largest, options.max_batch // unit * unit)
 
 
-def planned_for(
-    model: str, gpus: int, usable_bytes: float, *, pixels: str, micro_batch: int = 256, loss: str = "inf_cl", **changes
-) -> tuple[int, float]:
-    """Return the largest batch whose planned peak fits into `usable_bytes`, and that peak in bytes per GPU.
-
-    The batch is a multiple of gpus * micro_batch, at least twice that.
-    """
-    unit, usable_bytes = gpus * micro_batch, FILLED * usable_bytes
-
-    def peak(count: int) -> float:
-        return planned_peak(model, gpus, count * unit, pixels=pixels, micro_batch=micro_batch, loss=loss, **changes)
-
-    count = 2
-    while peak(count * 2) <= usable_bytes:
-        count *= 2
-    stride = count // 2
-    while stride:
-        count += stride if peak(count + stride) <= usable_bytes else 0
-        stride //= 2
-    return count * unit, peak(count)
+def planned_peak(model: str, gpus: int, pairs: int, **options: Any) -> float:
+    """Return the planned peak in bytes per GPU of a step of `pairs` samples, with the options of `_setting`."""
+    return memory_of(_setting(model, gpus, pairs, **options))["peak"]
 
 
-def planned_peak(model: str, gpus: int, pairs: int, *, pixels: str, micro_batch: int, loss: str, **changes) -> float:
-    """Return the planned peak in bytes per GPU of a step of `pairs` samples, with eager blocks.
-
-    `changes` are further fields of a Setting.
-    """
-    options: dict[str, Any] = {"precision": "bf16", "compiled": False, "checkpointing": True} | changes
-    setting = Setting(
+def _setting(model: str, gpus: int, pairs: int, *, pixels: str, **options: Any) -> Setting:
+    """Return the setting of a step of `pairs` samples with eager blocks; `options` are further fields of it."""
+    fields: dict[str, Any] = {"precision": "bf16", "compiled": False, "checkpointing": True} | options
+    return Setting(
         model=load_model_config(model), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=pairs,
-        micro_batch=micro_batch, pixels={"gpu": "device"}.get(pixels, pixels), loss=loss,
-        **options,
+        pixels={"gpu": "device"}.get(pixels, pixels),
+        **fields,
     )  # fmt: skip
-    return memory_of(setting)["peak"]
 
 
 def search(
