@@ -156,7 +156,7 @@ def describe(asked: Setting) -> str:
         f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
         *(
             f"  {phase.name:<22}{phase.seconds:>9.3f}{phase.exposed:>10.3f}"
-            + (f"  behind {phase.behind}" if phase.behind else "")
+            + (f"  overlaps {phase.overlaps}" if phase.overlaps else "")
             for phase in phases
         ),
         f"  {'total':<31}{total:>10.3f}",

@@ -58,21 +58,21 @@ AROUND_BYTES = {"half": 77.0, "single": 130.0, "zero0": 55.0, "zero3": 350.0}
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step: `exposed` of its `seconds` lengthen the step, the rest overlaps the phase `behind`."""
+    """A phase of a step: `exposed` of its `seconds` lengthen the step, the rest `overlaps` other phases."""
 
     name: str
     seconds: float
     exposed: float
-    behind: str = ""
+    overlaps: str = ""
 
 
 def _shown(name: str, seconds: float) -> Phase:
     return Phase(name, seconds, seconds)
 
 
-def _hidden(name: str, seconds: float, room: float, behind: str) -> Phase:
+def _hidden(name: str, seconds: float, room: float, overlaps: str) -> Phase:
     """Return a phase that overlaps `room` seconds of another phase and costs only the remainder."""
-    return Phase(name, seconds, max(0.0, seconds - room), behind)
+    return Phase(name, seconds, max(0.0, seconds - room), overlaps)
 
 
 def phases_of(setting: Setting) -> list[Phase]:
@@ -102,25 +102,27 @@ def samples_per_second(setting: Setting) -> float:
 def tower_phases(setting: Setting) -> list[Phase]:
     """Return the GPU time of all passes over the micro-batches."""
     micro_batches = setting.num_micro_batches
-    encoded = micro_batches - min(setting.resident, micro_batches)
     replayed = (4 if setting.checkpointing else 3) * micro_batches  # in forwards
     towers = _towers(setting)
     forward = sum(_tower_seconds(setting, tower) for tower in towers) + _ends_seconds(setting, towers)
-    phases = [_shown("encode", forward * encoded), _shown("replay", forward * replayed)]
+    phases = [_shown("encode", forward * _encoded(setting)), _shown("replay", forward * replayed)]
     if setting.tensor_parallel > 1:
-        size, there, back = setting.tensor_parallel, _forwards(setting), micro_batches
+        size, forwards = setting.tensor_parallel, _forwards(setting)
         values = setting.micro_batch * sum(tower.tokens * tower.width * tower.layers for tower in towers)
         once = 2 * (size - 1) / size * 2 * values / (setting.gpu.link_gbs * 1e9)  # one sum per layer, in half precision
-        sums = 2 * there + 3 * back if setting.sequence_parallel else 2 * (there + back)
+        sums = 2 * forwards + (3 if setting.sequence_parallel else 2) * micro_batches
         phases.append(Phase("tensor parallel", sums * once, SUMS_SHOW * sums * once, "GEMMs"))
     return phases
 
 
 def _forwards(setting: Setting) -> int:
     """Return the forward passes over micro-batches per step, recomputation included; there are M backward passes."""
-    micro_batches = setting.num_micro_batches
-    encoded = micro_batches - min(setting.resident, micro_batches)
-    return encoded + micro_batches * (2 if setting.checkpointing else 1)
+    return _encoded(setting) + setting.num_micro_batches * (2 if setting.checkpointing else 1)
+
+
+def _encoded(setting: Setting) -> int:
+    """Return the micro-batches that are encoded without a graph: those without cached activations."""
+    return setting.num_micro_batches - min(setting.resident, setting.num_micro_batches)
 
 
 class _Tower(NamedTuple):
@@ -154,10 +156,10 @@ def _attention(setting: Setting, length: int, width: int, head: int, *, causal: 
     fitting = row // 2 if row else length
     if setting.attention != "torch" and setting.precision != "fp32" and not unfit(fitting, head, causal=causal):
         longest = min(2 * length, fitting)  # packed captions vary in length: a tile holds up to twice the mean
-        flops = _tile_flops(length, own_places(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
+        flops = _tile_flops(length, own_positions(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
     else:
         slower = MASKED if row or causal else 1.0
-        flops = slower * _tile_flops(row or length, places(row or length), width) / ATTENTION
+        flops = slower * _tile_flops(row or length, positions(row or length), width) / ATTENTION
     return flops
 
 
@@ -166,12 +168,12 @@ def _tile_flops(length: int, computed: int, width: int) -> float:
     return 4 * computed**2 / length * width
 
 
-def places(length: int) -> int:
+def positions(length: int) -> int:
     """Return the number of token positions that cuDNN computes."""
     return -(-length // TILE) * TILE
 
 
-def own_places(length: int) -> int:
+def own_positions(length: int) -> int:
     """Return the token positions that the Triton kernels compute: one tile, or full blocks and a short one."""
     if length <= LONGEST:
         return next(tile for tile in (32, 64, LONGEST) if tile >= length)
@@ -197,7 +199,7 @@ def _tower_seconds(setting: Setting, tower: _Tower) -> float:
 def _rest(gpu: Gpu, *, compiled: bool) -> float:
     """Return the seconds per token and unit of width that a forward spends outside GEMMs and attention."""
     efficiency = gpu.compiled_efficiency if compiled else gpu.tower_efficiency
-    gemms, attention = 24 * _WIDTH**2, _tile_flops(_TOKENS, places(_TOKENS), _WIDTH)
+    gemms, attention = 24 * _WIDTH**2, _tile_flops(_TOKENS, positions(_TOKENS), _WIDTH)
     flops = (gemms + 4 * _TOKENS * _WIDTH) / efficiency - gemms / GEMMS - attention / ATTENTION
     return max(0.0, flops) / (gpu.matmul_tflops * 1e12) / _WIDTH
 
@@ -213,15 +215,16 @@ def _ends_seconds(setting: Setting, towers: list[_Tower]) -> float:
 def _host_seconds(setting: Setting) -> float:
     """Return the host seconds to issue all passes."""
     block = BLOCK_SECONDS if setting.compiled else EAGER_BLOCK_SECONDS
-    there, back = block, 2 * block
+    forward, backward = block, 2 * block
     if setting.tensor_parallel > 1:
         swaps, sums = (setting.tensor_parallel - 1) * SWAP_SECONDS, SUM_SECONDS
-        there += 4 * swaps if setting.sequence_parallel else 2 * sums
-        back += 6 * swaps if setting.sequence_parallel else 3 * sums
+        forward += 4 * swaps if setting.sequence_parallel else 2 * sums
+        backward += 6 * swaps if setting.sequence_parallel else 3 * sums
     if setting.zero == 3:
-        there, back = there + MODULES_PER_BLOCK * HOOK_SECONDS, back + MODULES_PER_BLOCK * HOOK_SECONDS
+        forward += MODULES_PER_BLOCK * HOOK_SECONDS
+        backward += MODULES_PER_BLOCK * HOOK_SECONDS
     blocks = setting.model.vision_cfg.layers + setting.model.text_cfg.layers
-    return setting.gpu.host_factor * blocks * (_forwards(setting) * there + setting.num_micro_batches * back)
+    return setting.gpu.host_factor * blocks * (_forwards(setting) * forward + setting.num_micro_batches * backward)
 
 
 # ---- the loss and its ring ----
@@ -338,6 +341,6 @@ def _update_phases(setting: Setting) -> list[Phase]:
         ]
     if setting.pixels == "host":
         pixels = setting.rank_batch * 3.0 * model.vision_cfg.image_size**2
-        passes = 2 - min(setting.resident, setting.num_micro_batches) / setting.num_micro_batches
+        passes = 1 + _encoded(setting) / setting.num_micro_batches
         phases.append(Phase("pixels to the GPU", passes * pixels / (gpu.pcie_gbs * 1e9), 0.0, "encode and replay"))
     return phases

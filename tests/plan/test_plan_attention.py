@@ -39,8 +39,8 @@ def test_on_a_smaller_gpu_fewer_graphs_are_planned_to_stay_and_never_none(micro_
 
 def test_attention_is_counted_in_whole_tiles():
     lengths = (20, 50, 99, 128, 129, 197, 257)
-    assert [timing.places(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]
-    assert [timing.own_places(length) for length in lengths] == [32, 64, 128, 128, 144, 208, 272]
+    assert [timing.positions(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]
+    assert [timing.own_positions(length) for length in lengths] == [32, 64, 128, 128, 144, 208, 272]
 
 
 def test_own_attention_is_planned_where_training_has_it():

@@ -35,7 +35,7 @@ def test_the_command_prints_parts_phases_and_advice(capsys):
         "optimizer",
         "feature gradients",
         "it fits",  # the paper's 12M samples
-        "behind loss",
+        "overlaps loss",
         "samples/s",
         "largest global batch",
         "; ZeRO-3, ",
