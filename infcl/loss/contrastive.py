@@ -97,7 +97,8 @@ class ContrastiveLoss(nn.Module):
         Returns:
             The loss, 0-dim, float32 (float64 for float64 matmuls).
         """
-        function, options = _LOSSES[self.name], {**self.options, "group": self._group()}
+        group = dist.group.WORLD if self.over_all else self.group
+        function, options = _LOSSES[self.name], {**self.options, "group": group}
         if self.duplicates != "negative":
             options |= {"image_ids": image_ids, "text_ids": text_ids, "duplicates": self.duplicates}
         if self.captions is not None:
@@ -112,9 +113,6 @@ class ContrastiveLoss(nn.Module):
             loss = function(image_features, text_features, logit_scale, **options)
         self._agreed = image_features.shape
         return {"contrastive_loss": loss} if output_dict else loss
-
-    def _group(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD if self.over_all else self.group
 
     def _require_agreed(self, shape: torch.Size) -> None:
         if self._agreed not in (None, shape):

@@ -78,10 +78,13 @@ def average_unwrapped(module: nn.Module, group: dist.ProcessGroup | None) -> Non
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    works = [dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in parameters]
-    for work, parameter in zip(works, parameters):
-        work.wait()
-        parameter.grad /= dist.get_world_size(group)
+    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+        gradients = [parameter.grad for parameter in parameters if parameter.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def _unwrapped(module: nn.Module) -> Iterator[str]:
