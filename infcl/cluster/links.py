@@ -26,6 +26,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from infcl.config import OneLineParser
 from infcl.parallel import Parallel, destroy_parallel, init_parallel
 from infcl.parallel.process import end_process
 from infcl.parallel.rendezvous import Node, nodes_of
@@ -188,7 +189,7 @@ def _synchronize(parallel: Parallel) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m infcl.cluster.links", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m infcl.cluster.links", description=__doc__.splitlines()[0])
     parser.add_argument("--interface")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)

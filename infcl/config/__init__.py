@@ -10,7 +10,7 @@ preset: ZeRO presets; spec: the resolved run; agreement: settings that must be e
 from infcl.config.agreement import settings_of
 from infcl.config.batch import BatchPlan, aligned, counted, total_steps
 from infcl.config.checks import PATHS, parse_factors, validate
-from infcl.config.command_line import make_parser, parse_args
+from infcl.config.command_line import OneLineParser, make_parser, parse_args
 from infcl.config.settings import LOSS_NAMES, TrainConfig, option_of
 from infcl.config.spec import RunSpec, may_pack, resolve
 
@@ -18,6 +18,7 @@ __all__ = [
     "LOSS_NAMES",
     "PATHS",
     "BatchPlan",
+    "OneLineParser",
     "RunSpec",
     "TrainConfig",
     "aligned",

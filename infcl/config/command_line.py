@@ -86,6 +86,13 @@ def _preset_file(given: str) -> str:
     return shipped if Path(shipped).exists() else given
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """ArgumentParser that reports a usage error in one line, without the usage block."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 class _Parser(argparse.ArgumentParser):
     """ArgumentParser that raises ValueError instead of exiting, so that the caller decides which rank prints."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl.checkpoint.load import newest_intact, weights_of
+from infcl.config import OneLineParser
 from infcl.convert.export import FORMATS, export_model
 from infcl.convert.import_weights import read_weights
 from infcl.convert.model_card import EVALUATION_KEYS
@@ -39,11 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m infcl.convert", description="Write a model for other programs to load."
-    )
+    parser = OneLineParser(prog="python -m infcl.convert", description="Write a model for other programs to load.")
     commands = parser.add_subparsers(dest="command", required=True)
-    both = argparse.ArgumentParser(add_help=False)
+    both = OneLineParser(add_help=False)
     both.add_argument("--name", help="title of the model card [name of the folder]")
     both.add_argument("--format", choices=FORMATS, default="open_clip", help="who loads it [open_clip]")
     export = commands.add_parser("export", parents=[both], help="a run of pretrain_clip.py")

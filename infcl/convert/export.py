@@ -38,7 +38,7 @@ from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import write_card
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
-from infcl.models.open_clip_config import BUILT_BY, CLEAN, preprocess_of
+from infcl.models.open_clip_config import BUILT_BY, CLEAN
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf", "safetensors")
@@ -127,7 +127,7 @@ def _write_open_clip(
         model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
         model_cfg["text_cfg"]["tokenizer_kwargs"] = CLEAN
         export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
-    config |= {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(preprocess_of(cfg))}
+    config |= {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(cfg.preprocess)}
     _write_json(out / CONFIG, config)
     _write_weights(state_dict, out / WEIGHTS)
 
@@ -195,7 +195,7 @@ def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig | OpenClipConf
     if theirs != ours or text.pool_type == "argmax":
         raise ValueError(
             f"the tokenizer has (vocab_size, eos_id, pad_id) {theirs}, the model {ours} and pool_type "
-            f"{text.pool_type!r}: adapt the config with with_tokenizer before training"
+            f"{text.pool_type!r}: adapt the config with CLIPConfig.with_tokenizer before training"
         )
 
 

@@ -22,7 +22,6 @@ The digits are the 1,797 bitmaps of "Optical Recognition of Handwritten Digits" 
 Machine Learning Repository, doi.org/10.24432/C50P49), the copy that scikit-learn ships, licensed CC BY 4.0.
 """
 
-import argparse
 import io
 import json
 import os
@@ -35,6 +34,7 @@ from pathlib import Path
 
 import numpy as np
 
+from infcl.config import OneLineParser
 from infcl.data.plan import draw, random_order, uniforms
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import shard_captions, train_tokenizer
@@ -277,7 +277,7 @@ def _write_shards(folder: Path, pairs: Iterator[Pair], count: int, weights: Sequ
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m infcl.data.demo", description="Write the demo data set.")
+    parser = OneLineParser(prog="python -m infcl.data.demo", description="Write the demo data set.")
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--num-train", type=int, default=16384, help="training pairs")
     parser.add_argument("--seed", type=int, default=0)

@@ -7,7 +7,6 @@ Out: `Manifest`: the sample counts for the plan and the paths for the workers.
 `python -m infcl.data.shards index URLS` builds the indexes before a run and prints the problems of the shards.
 """
 
-import argparse
 import hashlib
 import os
 from collections import Counter
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infcl.config import counted
+from infcl.config import OneLineParser, counted
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
 from infcl.data.spool import spool_path
 from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_lines
@@ -244,7 +243,7 @@ def load_manifest(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m infcl.data.shards", description="Build the index of each shard.")
+    parser = OneLineParser(prog="python -m infcl.data.shards", description="Build the index of each shard.")
     parser.add_argument("command", choices=["index"])
     parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs, folders or @FILE")
     parser.add_argument("--index-cache", help="folder of indexes of remote and read-only shards")

@@ -37,8 +37,7 @@ from infcl.engine.patches import (
 )
 from infcl.engine.state import EMA, ZeroState
 from infcl.engine.zero3 import KeptParameters, reduce_in_few_launches
-from infcl.models.blocks import repeated_blocks
-from infcl.models.transformer import ResidualBlock
+from infcl.models.transformer import ResidualBlock, repeated_blocks
 from infcl.parallel import Parallel
 
 _RUNNING = (".running_mean", ".running_var")  # buffers of a batch norm

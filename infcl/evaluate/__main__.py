@@ -11,19 +11,17 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
-from infcl.config import LOSS_NAMES, aligned, counted
+from infcl.config import LOSS_NAMES, OneLineParser, aligned, counted
 from infcl.data.evaluation import RESIZES
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.models import CLIP
-from infcl.models.open_clip_config import preprocess_of
-from infcl.models.packing import packed, packs, whole
+from infcl.models.packing import packs, texts_for_model
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
 from infcl.parallel.process import end_process
 
@@ -59,18 +57,19 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
-    options = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
-    clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **options)
+    clip, tokenizer = load_model(
+        args.checkpoint, device=parallel.device, model=args.model, tokenizer=args.tokenizer, ema=args.ema
+    )
     common = {
         "tokenizer": tokenizer,
         "image_size": clip.cfg.vision_cfg.image_size,
-        "preprocess": preprocess_of(clip.cfg),
+        "preprocess": clip.cfg.preprocess,
         "batch_size": args.batch_size,
         "resize": args.image_resize,
     }
     if args.task == "zeroshot":
-        names = ("classnames", "templates", "classes")
-        task = ZeroShotTask(args.data, **{name: getattr(args, f"zeroshot_{name}") for name in names}, **common)
+        files = {name: getattr(args, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
+        task = ZeroShotTask(args.data, **files, **common)
     else:
         loss = None
         if args.loss_batch_size is not None:
@@ -94,7 +93,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
 def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]]:
     """Return the function (images on the device, texts on the host) -> features, under autocast for `precision`."""
     dtype, device, cfg = PRECISIONS[precision], clip.logit_scale.device, clip.cfg.text_cfg
-    prepare = partial(packed, cfg) if packs(cfg) else whole
+    prepare = texts_for_model(cfg, pack=packs(cfg))
 
     def encode(images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
         given = {} if texts is None else {name: value.to(device) for name, value in prepare(texts).items()}
@@ -115,7 +114,7 @@ def table(result: dict) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m infcl.evaluate", description="Zero-shot classification and retrieval, on all ranks."
     )
     add = parser.add_argument

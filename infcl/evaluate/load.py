@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from infcl.convert.import_weights import model_with, other_resizing, read_weights
-from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer import Tokenizer, ids_of
 from infcl.data.tokenizer.open_clip import HF_PREFIX, PREFIX, HuggingFaceTokenizer, open_clip_tokenizer
-from infcl.models import CLIP, CLIPConfig, OpenClipConfig, load_any_config, with_tokenizer
+from infcl.models import CLIP, CLIPConfig, OpenClipConfig, load_any_config
 
 log = logging.getLogger(__name__)
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -47,20 +47,16 @@ def load_model(
     cfg = weights.cfg
     if cfg is None:
         if model is None:
-            raise ValueError(
-                f"{checkpoint} is a bare file: --model must name its config (ViT-B-32, ... or a JSON file)"
-            )
+            raise ValueError(f"{checkpoint} is a bare file: give its config, --model ViT-B-32 or a JSON file")
         cfg = load_any_config(model)
     elif model is not None:
         raise ValueError(f"--model {model}: {checkpoint} brings its own config; leave --model out")
     tokenize = load_tokenizer(tokenizer or _folder_of_tokenizer(Path(checkpoint)), cfg)
     if weights.cfg is None and isinstance(tokenize, Tokenizer):  # the config has CLIP's own vocabulary size
-        ids = {name: getattr(tokenize, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
-        cfg = cfg.with_tokenizer(**ids) if isinstance(cfg, OpenClipConfig) else with_tokenizer(cfg, **ids)
+        cfg = cfg.with_tokenizer(**ids_of(tokenize))
         tokenize.repairs = True
     clip = model_with(weights, cfg)
-    native = isinstance(cfg, CLIPConfig)  # other models have a preprocess_cfg, which is followed
-    if native and (resizing := other_resizing(Path(checkpoint))):
+    if isinstance(cfg, CLIPConfig) and (resizing := other_resizing(Path(checkpoint))):
         log.warning(
             "%s was trained with images resized by %s; infcl resizes the short side (bicubic) and crops the center, so "
             "its published figures are not reproduced exactly",
@@ -71,43 +67,45 @@ def load_model(
 
 
 def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) -> Tokenize:
-    """Load a sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, or "open_clip:MODEL".
+    """Load a tokenizer for a model.
 
-    None selects CLIP's own BPE, open_clip:ViT-B-32, if the model has its 49408 ids.
+    Args:
+        source: a sentencepiece .model, a folder with one or with Hugging Face's tokenizer files, "open_clip:MODEL" or
+            "hf:NAME_OR_FOLDER". None: the tokenizer that open_clip's config names, or CLIP's own BPE for 49,408 ids.
+        cfg: the model's config.
 
     Raises:
         ValueError: the tokenizer does not exist, or has more ids than the model has embeddings.
     """
-    text = cfg.text_cfg
-    if isinstance(cfg, OpenClipConfig):
-        fields = cfg.fields["text_cfg"]
-        if source is None or str(source).startswith(HF_PREFIX):
-            source = source or fields.get("hf_tokenizer_name")
-            if source is not None:
-                return HuggingFaceTokenizer(str(source), text.context_length, fields)
-    if source is None and text.vocab_size == 49408:
+    text, fields = cfg.text_cfg, cfg.to_dict()["text_cfg"]
+    if source is None and isinstance(cfg, OpenClipConfig) and fields.get("hf_tokenizer_name"):
+        source = f"{HF_PREFIX}{fields['hf_tokenizer_name']}"
+    elif source is None and text.vocab_size == 49408:
         source = f"{PREFIX}ViT-B-32"
+    elif source is None:
+        raise ValueError(
+            f"no tokenizer is stored with the weights, and {text.vocab_size} ids are not CLIP's own: give --tokenizer"
+        )
+    if str(source).startswith(HF_PREFIX):
+        return HuggingFaceTokenizer(str(source), text.context_length, fields)
     if str(source).startswith(PREFIX):
         return open_clip_tokenizer(str(source), context_length=text.context_length)
-    path = None if source is None else Path(source)
-    if path is not None and path.is_dir():
-        found = [path / name for name in _SENTENCEPIECE if (path / name).is_file()]
-        if not found:
+    path = Path(source)
+    if path.is_dir():
+        found = next((path / name for name in _SENTENCEPIECE if (path / name).is_file()), None)
+        if found is None:
             return _hugging_face(path, text.context_length)
-        path = found[0]
-    if path is not None:
-        if not path.is_file():
-            raise ValueError(f"--tokenizer {path}: no such file or folder")
-        tokenizer = Tokenizer(path, context_length=text.context_length, repairs=text.repairs_captions)
-        if tokenizer.vocab_size > text.vocab_size:
-            raise ValueError(f"{path} has {tokenizer.vocab_size} ids, the model {text.vocab_size} embeddings")
-        return tokenizer
-    raise ValueError(
-        f"no tokenizer is stored with the weights, and {text.vocab_size} ids are not CLIP's own: give --tokenizer"
-    )
+        path = found
+    if not path.is_file():
+        raise ValueError(f"--tokenizer {path}: no such file or folder")
+    tokenizer = Tokenizer(path, context_length=text.context_length, repairs=text.repairs_captions)
+    if tokenizer.vocab_size > text.vocab_size:
+        raise ValueError(f"{path} has {tokenizer.vocab_size} ids, the model {text.vocab_size} embeddings")
+    return tokenizer
 
 
 def _hugging_face(folder: Path, context_length: int) -> Tokenize:
+    """Return the tokenizer of a CLIPModel folder."""
     from transformers import AutoTokenizer
 
     try:

@@ -17,32 +17,35 @@ from infcl.data.images import ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.shards import expand_shards
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
-from infcl.evaluate.classes import read_classes, read_templates
 from infcl.evaluate.features import batches_of
+from infcl.evaluate.load import Tokenize
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
-from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
+from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot, read_classes, read_templates
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
 
 TRIED = 1000  # most samples that `check` reads
-Tokenize = Callable[[list[str]], torch.Tensor]  # n texts -> int64 [n, L]
 Scalars = dict[str, torch.Tensor]
 
 
-class RetrievalTask:
-    """Image<->text retrieval over the samples of `data`. Samples without a caption are skipped.
-
-    An image's captions are the list "captions" of its json record or, without that list, its caption.
+class Task:
+    """An evaluation of the samples of `data`: shards, a folder of class folders, or a table.
 
     Args:
-        captions: "lines" splits a caption into one caption per line (CLIP-benchmark's shards of COCO and Flickr).
-        keys: shard members that make a sample. Without a caption there, those of the format are read.
+        data: path of the data.
+        tokenizer: n texts -> int64 [n, L].
+        image_size: side of the square images, in pixels.
+        batch_size: images per rank and forward.
+        keys: shard members that make a sample.
         columns: table columns that make a sample.
-        loss: also report val_loss, computed from the same features.
+        limits, resize, preprocess: see EvalSamples.
     """
+
+    missing = ""  # what no sample has where `check` fails
+    leaves_out = False  # whether the first TRIED samples may all be unusable
 
     def __init__(
         self,
@@ -51,35 +54,58 @@ class RetrievalTask:
         tokenizer: Tokenize,
         image_size: int,
         batch_size: int,
-        captions: str = "one",
         keys: SampleKeys = DEFAULT_KEYS,
         columns: TableColumns = DEFAULT_COLUMNS,
         limits: ImageLimits = EVAL_LIMITS,
         resize: str = "torch",
         preprocess: Preprocess = CLIP_PREPROCESS,
-        loss: ValidationLoss | None = None,
     ):
-        self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
-        source = eval_source(data, columns)
+        self.data, self.tokenizer, self.batch_size = data, tokenizer, batch_size
+        self.blank = torch.zeros(3, image_size, image_size, dtype=torch.uint8)
         images: dict[str, Any] = {"image_size": image_size, "resize": resize, "preprocess": preprocess}
-        self.source = partial(source, keys=keys, limits=limits, **images)
-        self.captions, self.loss = captions, loss
+        self.source = partial(eval_source(data, columns), keys=keys, limits=limits, **images)
+
+    def usable(self, sample: EvalSample) -> bool:
+        """Return whether the sample takes part in the evaluation. Raises ValueError if its label is invalid."""
+        raise NotImplementedError
 
     def check(self) -> None:
-        """Check that the first TRIED samples have an image with a caption. Collective: rank 0 reads.
+        """Check that one of the first TRIED samples is usable. Collective: rank 0 reads.
 
         Raises:
-            ValueError: none of them does.
+            ValueError: none of them is, or a label is invalid.
         """
 
         def try_data() -> None:
             samples = self.source(limit=TRIED)
-            if not any(self._captions(sample) for sample in samples):
-                raise ValueError(
-                    f"{self.data}: no image with a caption{_told(samples)}; docs/howto/evaluate.md has the format"
-                )
+            if any(self.usable(sample) for sample in samples):
+                return
+            counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
+            among = f" among its first {TRIED:,} samples" if samples.is_cut else ""
+            problem = f"{self.data}: no image {self.missing}{among}{f' ({counts})' if counts else ''}"
+            if not (self.leaves_out and samples.is_cut):
+                raise ValueError(f"{problem}; docs/howto/evaluate.md has the format")
+            log.warning("%s; the others are read during the evaluation", problem)
 
         from_first_rank(try_data)
+
+
+class RetrievalTask(Task):
+    """Image-text retrieval over the samples of `data`. Samples without a caption are skipped.
+
+    An image's captions are the list "captions" of its json record or, without that list, its caption.
+
+    Args:
+        captions: "lines" splits a caption into one caption per line (CLIP-benchmark's shards of COCO and Flickr).
+        loss: also report val_loss, computed from the same features.
+        common: arguments of Task.
+    """
+
+    missing = "with a caption"
+
+    def __init__(self, data: str, *, captions: str = "one", loss: ValidationLoss | None = None, **common: Any):
+        super().__init__(data, **common)
+        self.captions, self.loss = captions, loss
 
     def run(
         self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
@@ -88,23 +114,26 @@ class RetrievalTask:
 
         Args:
             encode: (images on the device, texts on the host) -> features dict, through the engine.
+            parallel: the ranks.
             scalar_values: maps the scalars that `encode` returned to the engine's exact ones.
         """
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
-        blank = EvalSample(_blank(self.image_size), "-", {}, "")
+        filler = self._collate([EvalSample(self.blank, "-", {}, "")])
         batches = batches_of(self._with_captions(samples), self.batch_size, self._collate)
-        features = encode_pairs(encode, batches, self._collate([blank]), **where)
+        features = encode_pairs(encode, batches, filler, **where)
         metrics = retrieval_metrics(features, group=parallel.dp_group) | _skipped(samples, parallel)
         if self.loss is not None:
-            scalars = scalar_values(features.scalars)
-            metrics |= validation_loss(features, self.loss, parallel.dp_group, scalars)
+            metrics |= validation_loss(features, self.loss, parallel.dp_group, scalar_values(features.scalars))
         return metrics
+
+    def usable(self, sample: EvalSample) -> bool:
+        return bool(self._captions(sample))
 
     def _with_captions(self, samples: EvalSamples) -> Iterator[EvalSample]:
         """Yield the samples that have captions and count the others as skipped."""
         for sample in samples:
-            if self._captions(sample):
+            if self.usable(sample):
                 yield sample
             else:
                 samples.skipped["no_caption"] += 1
@@ -122,41 +151,38 @@ class RetrievalTask:
         return torch.stack([sample.image for sample in samples]), tokens, torch.tensor([len(c) for c in captions])
 
 
-class ZeroShotTask:
+class ZeroShotTask(Task):
     """Zero-shot classification of `data`: class-named folders, or shards with a `cls` or json {"label": ...} member.
 
     Args:
         classnames, templates: text files or "imagenet"; by default classnames.txt and templates.txt in the data's
             folder. Without these files, class folders use their names and "a photo of a {}".
-        classes: file of the competing classes, for sets that have only some (see infcl.evaluate.classes).
+        classes: file of the competing classes, for sets that have only some (see infcl.evaluate.zero_shot).
+        common: arguments of Task.
     """
+
+    missing = "of a class"
 
     def __init__(
         self,
         data: str,
         *,
-        tokenizer: Tokenize,
-        image_size: int,
-        batch_size: int,
         classnames: str | None = None,
         templates: str | None = None,
         classes: str | None = None,
-        limits: ImageLimits = EVAL_LIMITS,
-        resize: str = "torch",
-        preprocess: Preprocess = CLIP_PREPROCESS,
+        **common: Any,
     ):
-        self.data, self.tokenizer, self.image_size, self.batch_size = data, tokenizer, image_size, batch_size
-        keys = SampleKeys(text="cls")
-        images: dict[str, Any] = {"image_size": image_size, "resize": resize, "preprocess": preprocess}
-        self.source = partial(eval_source(data), keys=keys, limits=limits, **images)
+        super().__init__(data, keys=SampleKeys(text="cls"), **common)
         path = Path(data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         folder = path if is_folder else Path(expand_shards(data)[0]).parent
         folders = set(class_names(path)) if is_folder else None
 
         def default(name: str) -> Path | None:
-            if (folder / name).is_file() or is_folder:
-                return folder / name if (folder / name).is_file() else None
+            if (folder / name).is_file():
+                return folder / name
+            if is_folder:
+                return None
             flag = f"--zeroshot-{name.removesuffix('.txt')}"
             raise ValueError(f"{data}: no {name} next to the shards; write one, or give {flag} FILE or imagenet")
 
@@ -166,31 +192,13 @@ class ZeroShotTask:
         if folders and not folders & self.classes.rows.keys():
             raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")
 
-    def check(self) -> None:
-        """Check that the first TRIED samples have an image and a class. Collective: rank 0 reads.
-
-        With a classes file, the first TRIED samples may all be of other classes: then only a shorter set is rejected.
-
-        Raises:
-            ValueError: none of them does, or a label is invalid.
-        """
-
-        def try_data() -> None:
-            samples = self.source(limit=TRIED)
-            if any(self._row(sample) is not None for sample in samples):
-                return
-            problem = f"{self.data}: no image of a class{_told(samples)}"
-            if not (self.leaves_out and samples.is_cut):
-                raise ValueError(f"{problem}; docs/howto/evaluate.md has the format")
-            log.warning("%s; the others are read during the evaluation", problem)
-
-        from_first_rank(try_data)
-
     def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
         """Return the metrics of all ranks. Collective.
 
         Args:
             encode: (images on the device or None, texts on the host or None) -> features dict.
+            parallel: the ranks.
+            scalar_values: unused.
         """
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
         classifier = build_classifier(
@@ -207,19 +215,18 @@ class ZeroShotTask:
         metrics = evaluate_zero_shot(
             lambda images: encode(images, None)["image_features"],
             batches_of(labelled, self.batch_size, _collate_labelled),
-            _collate_labelled([(_blank(self.image_size), 0)]),
+            _collate_labelled([(self.blank, 0)]),
             classifier,
-            right=self.classes.right,
+            self.classes.right,
             **where,
         )
         return metrics | _skipped(samples, parallel)
 
-    def _row(self, sample: EvalSample) -> int | None:
-        """Return the sample's row of ClassSet.right, or None if a classes file excludes its label.
+    def usable(self, sample: EvalSample) -> bool:
+        return self._row(sample) is not None
 
-        Raises:
-            ValueError: the label is invalid.
-        """
+    def _row(self, sample: EvalSample) -> int | None:
+        """Return the sample's row of ClassSet.right, or None if a classes file excludes its label."""
         label = sample.metadata.get("label", sample.caption.strip() or None)
         row = self.classes.rows.get(str(label))
         if row is None and not self.leaves_out:
@@ -235,17 +242,6 @@ def _skipped(samples: EvalSamples, parallel: Parallel) -> dict[str, float]:
     total = torch.tensor([samples.skipped.total()], device=parallel.device)
     dist.all_reduce(total, group=parallel.dp_group)
     return {"num_skipped": int(total)}
-
-
-def _told(samples: EvalSamples) -> str:
-    """Describe for a message how much was read and what was skipped."""
-    counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
-    among = f" among its first {samples.limit:,} samples" if samples.is_cut else ""
-    return f"{among} ({counts})" if counts else among
-
-
-def _blank(image_size: int) -> torch.Tensor:
-    return torch.zeros(3, image_size, image_size, dtype=torch.uint8)
 
 
 def _collate_labelled(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,7 @@
 """The loss of a held-out set as training computes it: the configured loss on full global batches over all ranks.
 
-A contrastive loss depends on the batch size, so the loss of micro-batches is not the loss that is trained. For an
-untrained model the two differ by ln of the ratio of the sizes. Retrieval has already encoded the set; the loss is
-computed from its features, one global batch at a time.
+A contrastive loss depends on the batch size, so the loss of micro-batches is not the loss that is trained. The loss
+is computed from the features of the retrieval evaluation.
 """
 
 from typing import NamedTuple

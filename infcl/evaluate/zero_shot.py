@@ -1,16 +1,93 @@
-"""Zero-shot classification: a [K, D] classifier from class prompts; every rank scores its share of the images.
+"""Zero-shot classification: class names and prompts -> a [K, D] classifier -> accuracy over all ranks' images.
 
 A class embedding is the normalised mean of its prompts' unit-norm features (Radford et al. 2021). Prompts and images
 are distributed over the ranks, which exchange only the [K, D] sum and three counts.
+
+classnames file   one class per line: its name, or `LABEL<TAB>name` where LABEL is the label in the data (a folder name
+                  such as n01440764). The class index is the line number, from 0.
+                  `imagenet` instead of a path selects ImageNet's 1000 classes in the order of their sorted folders.
+templates file    one prompt per line, with {} (or {c}, as in CLIP-benchmark) in place of the class name. `imagenet`
+                  instead of a path selects the 80 prompts of CLIP's authors.
+classes file      for sets that have only some of the classes (ImageNet-A, -R, -O, ObjectNet). One line per evaluated
+                  label: `INDEX`, `LABEL`, or `LABEL<TAB>INDEX[,INDEX...]` if several classes are correct.
+                  Only the classes in this file compete. Samples with other labels are skipped and counted.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl.evaluate.features import in_step
+
+_IMAGENET = Path(__file__).with_name("imagenet.json")
+DEFAULT_TEMPLATE = "a photo of a {}"  # for class folders without templates.txt
+
+
+class ClassSet(NamedTuple):
+    """K competing classes, and how labels map to them."""
+
+    names: list[str]  # [K]
+    rows: dict[str, int]  # label in the data -> row of `right`
+    right: torch.Tensor  # bool [labels, K]: the correct classes of each label
+
+
+def read_classes(
+    classnames: str | Path | None, subset: str | Path | None = None, *, folders: Iterable[str] | None = None
+) -> ClassSet:
+    """Read the classes of a data set.
+
+    A label is an index into the classnames file, a LABEL of that file, or a class name. A number that is both an index
+    and a name is read as the name if all folders are names, else as the index. If no folder matches any of these and
+    there are as many folders as classes, the sorted folders are mapped to the classes in order.
+
+    Args:
+        classnames: file of names, or "imagenet". None: each folder is a class; its name with spaces for underscores.
+        subset: classes file.
+        folders: all labels of a class-folder data set, for files that have no labels.
+
+    Raises:
+        ValueError: the folders do not match the classes, or a line of the classes file is invalid.
+    """
+    if classnames is None:
+        fields = [[folder, folder.replace("_", " ")] for folder in sorted(folders or ())]
+    else:
+        fields = [line.split("\t", 1) for line in _lines_or_imagenet(classnames, "classnames")]
+    names = [line[-1].strip() for line in fields]
+    by_name: dict[str, tuple[int, ...]] = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
+    by_number = {str(k): (k,) for k in range(len(names))}
+    all_are_names = folders is not None and set(folders) <= by_name.keys()
+    indices = by_number | by_name if all_are_names else by_name | by_number
+    indices |= {line[0].strip(): (k,) for k, line in enumerate(fields) if len(line) == 2}
+    if folders is not None and subset is None:
+        indices = _folder_indices(sorted(folders), indices, len(names), classnames)
+    if subset is not None:
+        indices = _subset_indices(subset, indices, len(names))
+    right = torch.zeros(len(indices), len(names), dtype=torch.bool)
+    for row, accepted in enumerate(indices.values()):
+        right[row, list(accepted)] = True
+    compete = right.any(0)
+    rows = {label: row for row, label in enumerate(indices)}
+    return ClassSet([name for name, is_in in zip(names, compete.tolist()) if is_in], rows, right[:, compete])
+
+
+def read_templates(path: str | Path | None) -> list[str]:
+    """Read prompts with {} for the class name. Without a path, return DEFAULT_TEMPLATE.
+
+    Raises:
+        ValueError: a prompt lacks {}.
+    """
+    if path is None:
+        return [DEFAULT_TEMPLATE]
+    templates = [line.replace("{c}", "{}") for line in _lines_or_imagenet(path, "templates")]
+    for template in templates:
+        if "{}" not in template:
+            raise ValueError(f"--zeroshot-templates: {template!r} has no {{}} for the class name")
+    return templates
 
 
 def build_classifier(
@@ -21,7 +98,7 @@ def build_classifier(
     *,
     group: dist.ProcessGroup,
     device: torch.device,
-    batch_size: int = 256,
+    batch_size: int,
 ) -> torch.Tensor:
     """Compute class embeddings [K, D] f32, unit norm, on every rank. Collective: one all-reduce of [K, D].
 
@@ -30,6 +107,7 @@ def build_classifier(
         tokenize: texts -> tokens [n, L].
         classnames: K names.
         templates: prompts with one {} for the class name.
+        group, device: ranks that share the prompts, and this rank's device.
         batch_size: prompts per forward.
     """
     prompts = [(k, template.replace("{}", name)) for k, name in enumerate(classnames) for template in templates]
@@ -54,10 +132,10 @@ def evaluate_zero_shot(
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     filler: tuple[torch.Tensor, torch.Tensor],
     classifier: torch.Tensor,
+    right: torch.Tensor,
     *,
     group: dist.ProcessGroup,
     device: torch.device,
-    right: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """Compute top-1 and top-5 accuracy over all ranks' images. Collective.
 
@@ -66,7 +144,8 @@ def evaluate_zero_shot(
         batches: this rank's (uint8 images [m, 3, H, W], int64 labels [m]).
         filler: a batch for ranks that run out early.
         classifier: f32 [K, D], unit norm.
-        right: bool [labels, K], the correct classes of each label; None: class k for label k.
+        right: bool [labels, K], the correct classes of each label.
+        group, device: ranks that share the images, and this rank's device.
 
     Returns:
         top1, top5 (shares) and num_samples.
@@ -74,7 +153,6 @@ def evaluate_zero_shot(
     Raises:
         ValueError: no rank has a labelled sample.
     """
-    right = torch.eye(len(classifier), dtype=torch.bool) if right is None else right
     right = right.to(device)
     counts = torch.zeros(3, dtype=torch.float64, device=device)  # top-1 hits, top-5 hits, samples
     top = min(5, len(classifier))
@@ -91,3 +169,57 @@ def evaluate_zero_shot(
     if samples == 0:
         raise ValueError("zero-shot evaluation found no labelled sample")
     return {"top1": top1 / samples, "top5": top5 / samples, "num_samples": samples}
+
+
+def _lines_or_imagenet(source: str | Path, kind: str) -> list[str]:
+    """Read the lines of a file, or infcl's own for the name "imagenet" (write ./imagenet for a file of that name)."""
+    if source == "imagenet":
+        return json.loads(_IMAGENET.read_text(encoding="utf-8"))[kind]
+    return _read_lines(source, f"--zeroshot-{kind}")
+
+
+def _read_lines(path: str | Path, flag: str) -> list[str]:
+    """Read the non-blank lines of a text file, stripped. Raises ValueError if it is missing, empty or not UTF-8."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is not UTF-8: {error}") from None
+    lines = [line.strip() for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{flag} {path}: the file is empty")
+    return lines
+
+
+def _folder_indices(
+    folders: list[str], known: dict[str, tuple[int, ...]], num_classes: int, classnames: str | Path | None
+) -> dict[str, tuple[int, ...]]:
+    unknown = [name for name in folders if name not in known]
+    if not unknown:
+        return known
+    if len(unknown) == len(folders) == num_classes:
+        return {name: (k,) for k, name in enumerate(folders)}
+    raise ValueError(
+        f"{len(folders)} class folders ({unknown[0]!r} is not in {classnames}) and {num_classes} class names: write "
+        "FOLDER<TAB>name lines into the classnames file, or give infcl-evaluate a file with --zeroshot-classes"
+    )
+
+
+def _subset_indices(
+    subset: str | Path, known: dict[str, tuple[int, ...]], num_classes: int
+) -> dict[str, tuple[int, ...]]:
+    chosen: dict[str, tuple[int, ...]] = {}
+    for line in _read_lines(subset, "--zeroshot-classes"):
+        label, tab, listed = line.partition("\t")
+        label = label.strip()
+        try:
+            chosen[label] = tuple(int(k) for k in listed.split(",")) if tab else known[label]
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"--zeroshot-classes {subset}: {line!r} is neither a class (0 to {num_classes - 1}, or a label of the "
+                "classnames file) nor LABEL<TAB>INDEX[,INDEX...]"
+            ) from None
+        if not all(0 <= k < num_classes for k in chosen[label]):
+            raise ValueError(f"--zeroshot-classes {subset}: {line!r}: there are {num_classes} class names")
+    return chosen

@@ -12,8 +12,6 @@ from infcl.models.config import (
     list_models,
     load_any_config,
     load_model_config,
-    with_overrides,
-    with_tokenizer,
 )
 from infcl.models.flops import forward_flops
 from infcl.models.open_clip_config import OpenClipConfig
@@ -29,6 +27,4 @@ __all__ = [
     "list_models",
     "load_any_config",
     "load_model_config",
-    "with_overrides",
-    "with_tokenizer",
 ]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from infcl.models.config import CLIPConfig, with_overrides
+from infcl.models.config import CLIPConfig
 from infcl.models.open_clip_config import OpenClipConfig, import_open_clip
 from infcl.models.text import TextTower
 from infcl.models.vision import VisionTransformer
@@ -64,7 +64,7 @@ class CLIP(TextTower):
     ):
         if init_logit_bias is not None:
             cfg = dataclasses.replace(cfg, init_logit_bias=init_logit_bias)
-        cfg = with_overrides(cfg, patch_dropout=patch_dropout)
+        cfg = cfg.with_overrides(patch_dropout=patch_dropout)
         options = {"quick_gelu": cfg.quick_gelu, "activation_checkpointing": activation_checkpointing}
         super().__init__(cfg.text_cfg, cfg.embed_dim, **options)
         self.cfg = cfg

@@ -26,6 +26,7 @@ from infcl.models.open_clip_config import (
     open_clip_config,
     read_object,
 )
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
 
@@ -126,12 +127,50 @@ class CLIPConfig:
     def loads_in_open_clip(self) -> bool:
         return self.vision_cfg.conv_stem is None
 
+    @property
+    def preprocess(self) -> Preprocess:
+        return CLIP_PREPROCESS
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields in open_clip's JSON schema, without keys whose value is None, like open_clip's files."""
         return _without_none(dataclasses.asdict(self))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=4) + "\n"
+
+    def with_overrides(
+        self,
+        *,
+        image_size: int | None = None,
+        context_length: int | None = None,
+        patch_dropout: float | None = None,
+    ) -> "CLIPConfig":
+        """Return the config with the given fields replaced; None keeps a field.
+
+        Raises:
+            ValueError: the resulting config is invalid.
+        """
+        vision = _without_none({"image_size": image_size, "patch_dropout": patch_dropout})
+        text = _without_none({"context_length": context_length})
+        return dataclasses.replace(
+            self,
+            vision_cfg=dataclasses.replace(self.vision_cfg, **vision),
+            text_cfg=dataclasses.replace(self.text_cfg, **text),
+        )
+
+    def with_tokenizer(self, *, repairs: bool = True, **ids: Any) -> "CLIPConfig":
+        """Return the config of the same towers with a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
+
+        Pooling moves from the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask does not
+        change: under a causal mask the eos position never sees the padding after it, so no padding mask is needed.
+
+        Args:
+            repairs: whether captions are repaired before the tokenizer cleans them.
+            ids: vocab_size, context_length, eos_id and pad_id of the tokenizer (`Tokenizer.ids`).
+        """
+        kwargs = CLEAN if repairs else None
+        text = dataclasses.replace(self.text_cfg, pool_type="eos", tokenizer_kwargs=kwargs, **ids)
+        return dataclasses.replace(self, text_cfg=text)
 
 
 def kept_patches(patches: int, dropout: float) -> int:
@@ -232,46 +271,6 @@ def parse_model_config(fields: dict[str, Any], *, source: str = "model config") 
         return CLIPConfig(**{**fields, "vision_cfg": VisionConfig(**vision), "text_cfg": TextConfig(**text)})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-
-
-def with_overrides(
-    cfg: CLIPConfig,
-    *,
-    image_size: int | None = None,
-    context_length: int | None = None,
-    patch_dropout: float | None = None,
-) -> CLIPConfig:
-    """Return the config with the given fields replaced; None keeps a field.
-
-    Raises:
-        ValueError: the resulting config is invalid.
-    """
-    vision = {"image_size": image_size, "patch_dropout": patch_dropout}
-    return dataclasses.replace(
-        cfg,
-        vision_cfg=dataclasses.replace(cfg.vision_cfg, **_without_none(vision)),
-        text_cfg=dataclasses.replace(cfg.text_cfg, **_without_none({"context_length": context_length})),
-    )
-
-
-def with_tokenizer(
-    cfg: CLIPConfig, *, vocab_size: int, context_length: int, eos_id: int, pad_id: int, repairs: bool = True
-) -> CLIPConfig:
-    """Return the config of the same towers with a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
-
-    Pooling moves from the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask does not change:
-    under a causal mask the eos position never sees the padding after it, so no padding mask is needed.
-    """
-    text_cfg = dataclasses.replace(
-        cfg.text_cfg,
-        vocab_size=vocab_size,
-        context_length=context_length,
-        pool_type="eos",
-        eos_id=eos_id,
-        pad_id=pad_id,
-        tokenizer_kwargs=CLEAN if repairs else None,
-    )
-    return dataclasses.replace(cfg, text_cfg=text_cfg)
 
 
 def _check_keys(cls: type, fields: Any, where: str) -> None:

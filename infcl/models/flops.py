@@ -54,7 +54,7 @@ def _counted_flops(cfg: OpenClipConfig, *, training: bool) -> dict[str, int]:
     """
     for mode in (torch.device("meta"), FakeTensorMode(), contextlib.nullcontext()):
         with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():
-            model = build_towers(cfg).train(training)
+            model = build_towers(cfg).train(training).requires_grad_(False)
             images = torch.zeros(2, 3, cfg.vision_cfg.image_size, cfg.vision_cfg.image_size)
             texts = torch.zeros(2, cfg.text_cfg.context_length, dtype=torch.int64)
             flops = {}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
+from infcl.models.preprocess import Preprocess
 
 PREFIX = "open_clip:"
 BUILT_BY = "open_clip"  # marks the model_config.json of a run
@@ -140,8 +140,8 @@ class OpenClipConfig:
         vision = {"image_size": image_size, "patch_dropout": patch_dropout}
         return self.with_fields(vision_cfg=vision, text_cfg={"context_length": context_length})
 
-    def with_tokenizer(self, *, repairs: bool = True, **ids: int) -> "OpenClipConfig":
-        """Return the config of the same towers with a sentencepiece tokenizer (config.py, with_tokenizer).
+    def with_tokenizer(self, *, repairs: bool = True, **ids: Any) -> "OpenClipConfig":
+        """Return the config of the same towers with a sentencepiece tokenizer (CLIPConfig.with_tokenizer).
 
         Raises:
             ValueError: the text tower is a Hugging Face model, which has its own vocabulary.
@@ -162,11 +162,6 @@ class OpenClipConfig:
             fields[part] = fields[part] | given.get(part, {})
         preprocess = dataclasses.asdict(self.preprocess) | given.get("preprocess", {})
         return dataclasses.replace(self, fields=fields, preprocess=parse_preprocess(preprocess, self.source))
-
-
-def preprocess_of(cfg: Any) -> Preprocess:
-    """Return a model's image preprocessing: CLIP's for our own towers, else that of open_clip's config."""
-    return cfg.preprocess if isinstance(cfg, OpenClipConfig) else CLIP_PREPROCESS
 
 
 def load_open_clip_config(name_or_path: str) -> OpenClipConfig:

@@ -1,4 +1,4 @@
-"""Packed captions: several captions end to end in one row, so that the text tower computes hardly any padding.
+"""Captions on their way to the text tower: padded, or packed, several captions end to end in one row.
 
 A caption of 20 tokens fills a quarter of the 77 positions that a text tower computes. Under a causal mask nothing after
 the pooled token can change its output. So captions are cut after that token and laid end to end in fewer, longer rows.
@@ -8,21 +8,26 @@ non-finite: 0 times NaN is NaN.)
 
 `pack_captions` runs on the host, where the lengths are known without waiting for a GPU. `caption_places` computes
 positions and masks on the device of the rows. `caption_spans` serves attention kernels that need no mask. CLIP's
-forward takes {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
+forward takes {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}. Each tensor-parallel rank reads a part of a
+micro-batch's captions and joins the parts: of padded captions on the device, of captions to be packed on the host.
 
 Shapes: m captions, L context_length, r rows of R token positions (R = `row_length(L)`).
 """
 
 import bisect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from infcl.models.config import TextConfig
-from infcl.models.open_clip_config import TextInput
+from infcl.config import TrainConfig
+from infcl.models.config import CLIPConfig, TextConfig
+from infcl.models.open_clip_config import OpenClipConfig, TextInput
+from infcl.parallel import Parallel, join_parts
 
 Texts = dict[str, torch.Tensor]
 ALIGNED = 16  # token positions: alignment of a mask's rows that fused attention requires
+_PAYS = 0.95  # with masks, packed captions above this share of the padded token positions take longer than padded ones
 ROW_STEPS = 64  # r is rounded up in steps of m / 64, so that the allocator sees few sizes
 
 
@@ -163,16 +168,6 @@ def _positions(marks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return column - torch.where(begins, column, 0).cummax(1).values
 
 
-def whole(texts: torch.Tensor) -> Texts:
-    """Return padded captions, int64 [m, L], as text inputs of CLIP's forward."""
-    return {"texts": texts}
-
-
-def packed(cfg: TextConfig, texts: torch.Tensor) -> Texts:
-    """Return captions, int64 [m, L], as packed text inputs of CLIP's forward."""
-    return dict(zip(("texts", "text_ends"), pack_captions(texts, cfg)))
-
-
 def num_texts(texts: Texts) -> int:
     """Return m, the number of captions."""
     return len(texts.get("text_ends", texts["texts"]))
@@ -183,3 +178,54 @@ def longest(cfg: TextConfig | TextInput, size: int) -> torch.Tensor:
     texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
     texts[:, -1] = cfg.end_id
     return texts
+
+
+def why_unpackable(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> str:
+    """Return why the captions of this model cannot be packed, or "" if they can."""
+    cfg = model_config.text_cfg
+    if isinstance(cfg, TextInput):
+        return f"{config.model} is built by open_clip, whose text towers take captions one by one"
+    if not packs(cfg):
+        return (
+            f"the text tower of {config.model} attends to what follows a caption (no_causal_mask {cfg.no_causal_mask}, "
+            f"pool_type {cfg.pool_type!r})"
+        )
+    if config.lock_text:
+        return "the outputs of a locked text tower are cached caption by caption (--lock-text)"
+    return ""
+
+
+def texts_for_model(text_cfg: TextConfig | TextInput, *, pack: bool) -> Callable[[torch.Tensor], Texts]:
+    """Return a function that turns captions int64 [m, L] into text inputs of CLIP's forward; both are on the host."""
+    if not (pack and isinstance(text_cfg, TextConfig)):
+        return lambda texts: {"texts": texts}
+    return lambda texts: dict(zip(("texts", "text_ends"), pack_captions(texts, text_cfg)))
+
+
+def texts_of_part(
+    text_cfg: TextConfig | TextInput, parallel: Parallel, *, pack: bool
+) -> Callable[[torch.Tensor], Texts]:
+    """Return a function that joins the captions of all tensor-parallel ranks into text inputs of CLIP's forward.
+
+    The function takes this rank's part of a micro-batch, int64 [m / T, L] on the host. It is collective over the
+    tensor-parallel ranks. The result is on the device, or on the host for packing.
+    """
+    as_taken = texts_for_model(text_cfg, pack=pack)
+    if pack:
+        return lambda part: as_taken(join_parts(parallel, part))
+    return lambda part: as_taken(join_parts(parallel, part.to(parallel.device, non_blocking=True)))
+
+
+def longer_when_packed(text_share: float, *, masks: bool) -> str:
+    """Return a warning if padded captions would be faster than packed ones, else "".
+
+    Args:
+        text_share: token positions that the text tower computed in a step, relative to those of padded captions.
+        masks: whether the tower uses torch's attention (attention.py), which needs masks.
+    """
+    if text_share <= (_PAYS if masks else 1):
+        return ""
+    return (
+        f"packed captions take {text_share:.0%} of the token positions of padded ones, and packing has a cost of its "
+        "own: --pack-captions off would be faster"
+    )

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from infcl.config import counted
+from infcl.config import OneLineParser, counted
 from infcl.config.preset import stage_in_words
 from infcl.models.config import load_model_config
 from infcl.plan.loads import load_of
@@ -35,7 +35,7 @@ def read_batch(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(prog="python -m infcl.plan", description=__doc__.split("\n\n")[1])
+    flags = OneLineParser(prog="python -m infcl.plan", description=__doc__.split("\n\n")[1])
     flags.add_argument("--model", default="ViT-L-14")
     flags.add_argument("--gpus", type=int, default=8)
     flags.add_argument("--gpus-per-node", type=int, default=8)

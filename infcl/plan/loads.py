@@ -11,7 +11,7 @@ from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_elem
 from infcl.loss.contrastive import TILED
 from infcl.loss.links import lap_length
 from infcl.models.clip import frozen_blocks
-from infcl.models.config import CLIPConfig, with_overrides
+from infcl.models.config import CLIPConfig
 from infcl.plan.setting import Options, Setting, parameters_of
 from infcl.step.offload import UPLOAD_LEAD
 
@@ -110,7 +110,7 @@ def load_of_run(
     config, batch, on_cpu = spec.flags, spec.batch, spec.device == "cpu"
     share, ranks = config.tensor_parallel_size, batch.dp_size * config.tensor_parallel_size
     # several texts per image take the memory of one text that is longer by this factor
-    cfg = with_overrides(cfg, context_length=cfg.text_cfg.context_length * config.texts_per_image)
+    cfg = cfg.with_overrides(context_length=cfg.text_cfg.context_length * config.texts_per_image)
     parameters, trainable = (sum(column) // share for column in zip(*counts.values()))
     blocks, trunks = trained_blocks(config, cfg), kept_trunks(config, cfg)
     replays_pixels = not trunks["image"] and not (config.lock_image and config.lock_image_unlocked_groups == 0)
@@ -119,7 +119,7 @@ def load_of_run(
     if config.loss in TILED and ranks > 1:
         lap = lap_length(list(range(ranks)), ring="auto", ranks_per_node=ranks_of_host or ranks)
     load = Load(
-        model=with_overrides(cfg, patch_dropout=0.0) if config.lock_image else cfg,  # a locked tower drops none
+        model=cfg.with_overrides(patch_dropout=0.0) if config.lock_image else cfg,  # a locked tower drops none
         precision=spec.precision,
         loss=config.loss,
         checkpointing=config.grad_checkpointing,

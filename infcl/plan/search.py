@@ -7,7 +7,6 @@ from operator import attrgetter
 
 from infcl.config import BatchPlan
 from infcl.config.preset import stage_over
-from infcl.models.config import with_overrides
 from infcl.plan.activations import graph_bytes
 from infcl.plan.loads import load_of
 from infcl.plan.memory import HEADROOM, host_bytes, memory_of, parts_of, reserved_bytes
@@ -109,7 +108,7 @@ def resolved(setting: Setting) -> Setting:
     if setting.resident:
         return setting
     model, row = setting.model, setting.caption_row
-    padded = model if row is None else with_overrides(model, context_length=row // 2)
+    padded = model if row is None else model.with_overrides(context_length=row // 2)
     load = load_of(setting.with_(model=padded))
     parts = parts_of(load)
     room = setting.gpu.memory_gib * 2**30 * (1 - HEADROOM) - _CONTEXT_BYTES - parts["parameters"] - parts["optimizer"]

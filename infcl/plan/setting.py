@@ -9,7 +9,7 @@ import torch
 
 from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage
 from infcl.models import CLIP
-from infcl.models.config import CLIPConfig, check_divides, with_overrides
+from infcl.models.config import CLIPConfig, check_divides
 from infcl.models.packing import packs, row_length
 from infcl.plan.profile import Gpu, Link, load_link
 
@@ -156,7 +156,7 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
     if not packs(model.text_cfg):
         raise ValueError("captions are packed only for a causal text tower that pools the last token")
     row = row_length(model.text_cfg.context_length)
-    return {"model": with_overrides(model, context_length=tokens), "caption_row": row}
+    return {"model": model.with_overrides(context_length=tokens), "caption_row": row}
 
 
 @lru_cache

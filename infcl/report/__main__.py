@@ -1,16 +1,16 @@
 """python -m infcl.report RUN [RUN_B ...]: write the page of a run, or of several runs side by side."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from infcl.config import OneLineParser
 from infcl.report.page import write_report
 from infcl.report.records import read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m infcl.report", description="One HTML page about a run, or about several side by side."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; more than one are compared")

@@ -3,8 +3,8 @@
 from functools import partial
 
 from infcl.config import RunSpec
-from infcl.models.captions import texts_of_part
 from infcl.models.clip import CLIP
+from infcl.models.packing import texts_of_part
 from infcl.parallel import Parallel, join_parts, max_over, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes
 from infcl.step.offload import PixelCache

@@ -25,7 +25,7 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import StepLoader, TrainLoader
 from infcl.data.plan import Share
 from infcl.data.synthetic import SyntheticSource
-from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer import Tokenizer, ids_of
 from infcl.data.tokenizer.open_clip import (
     HF_PREFIX,
     PREFIX,
@@ -38,10 +38,10 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
-from infcl.models.captions import why_unpackable
 from infcl.models.clip import build_towers, lock_groups
-from infcl.models.config import CLIPConfig, check_divides, load_any_config, with_overrides, with_tokenizer
-from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config, preprocess_of
+from infcl.models.config import CLIPConfig, check_divides, load_any_config
+from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config
+from infcl.models.packing import why_unpackable
 from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
@@ -127,14 +127,13 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
 
 def _build_model_config(config: TrainConfig) -> CLIPConfig | OpenClipConfig:
     """Return the config of --model with the flags' overrides; ValueError if it does not take them."""
-    model_config = load_any_config(config.model)
     overrides: dict[str, Any] = {
         name: getattr(config, f"force_{name}") for name in ("image_size", "context_length", "patch_dropout")
     }
+    model_config = load_any_config(config.model).with_overrides(**overrides)
     flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
     if isinstance(model_config, OpenClipConfig):
-        model_config = model_config.with_overrides(**overrides)
         model_config = model_config.with_fields(preprocess=weights_preprocess(config.pretrained, model_config.source))
         return model_config.with_fields(preprocess=preprocess)
     if preprocess:
@@ -142,7 +141,7 @@ def _build_model_config(config: TrainConfig) -> CLIPConfig | OpenClipConfig:
             f"{', '.join(option_of(f'image_{name}') for name in preprocess)}: our own towers have CLIP's; "
             f"--model open_clip:{config.model} takes others"
         )
-    return with_overrides(model_config, **overrides)
+    return model_config
 
 
 def _build_tokenizer(
@@ -170,10 +169,7 @@ def _adapted(
     if isinstance(model_config, OpenClipConfig) and isinstance(tokenizer, HuggingFaceTokenizer):
         fields: dict[str, Any] = {"hf_tokenizer_name": tokenizer.name, "pad_id": tokenizer.pad_id}
         return model_config.with_fields(text_cfg=fields)
-    ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
-    if isinstance(model_config, OpenClipConfig):
-        return model_config.with_tokenizer(**ids, repairs=repairs)
-    return with_tokenizer(model_config, **ids, repairs=repairs)
+    return model_config.with_tokenizer(**ids_of(tokenizer), repairs=repairs)
 
 
 def _check_vocabulary(
@@ -387,7 +383,7 @@ def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
     common: dict[str, Any] = {
         "tokenizer": inputs.tokenizer,
         "image_size": inputs.model_config.vision_cfg.image_size,
-        "preprocess": preprocess_of(inputs.model_config),
+        "preprocess": inputs.model_config.preprocess,
         "batch_size": batch.micro_batch_size,
         "limits": limits_of(config, EVAL_LIMITS),
     }

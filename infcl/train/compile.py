@@ -16,9 +16,8 @@ from infcl.config import RunSpec
 from infcl.engine.parameter_groups import ALIGNED
 from infcl.engine.patches import FORWARD
 from infcl.models.attention import choose_attention
-from infcl.models.blocks import repeated_blocks
 from infcl.models.clip import CLIP
-from infcl.models.transformer import compute_block
+from infcl.models.transformer import compute_block, repeated_blocks
 from infcl.models.vision import PatchConv, VisionTransformer, add_positions, patch_rows
 from infcl.parallel import Parallel
 from infcl.step.replay import running_statistics

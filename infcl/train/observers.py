@@ -6,7 +6,7 @@ The packing hint, stragglers and profiler add values and lines; metrics writes t
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from infcl.models.captions import longer_when_packed
+from infcl.models.packing import longer_when_packed
 from infcl.step.grad_cache import StepOutput
 from infcl.step.offload import PixelCache
 

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from infcl.config import RunSpec
 from infcl.engine.engine import Engine
-from infcl.models.captions import texts_for_model
 from infcl.models.config import CLIPConfig
 from infcl.models.open_clip_config import OpenClipConfig
-from infcl.models.packing import longest
+from infcl.models.packing import longest, texts_for_model
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.plan.loads import load_of_run
 from infcl.plan.memory import HEADROOM, reserved_bytes

@@ -23,8 +23,7 @@ from infcl.engine.engine import Engine
 from infcl.engine.parameter_groups import later_host_bytes
 from infcl.engine.schedule import Schedule
 from infcl.models.attention import towers_with_kernel
-from infcl.models.captions import texts_for_model
-from infcl.models.packing import num_texts
+from infcl.models.packing import num_texts, texts_for_model
 from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
 from infcl.step.grad_cache import StepOutput, grad_cache_step
 from infcl.step.pixels import build_pixel_cache

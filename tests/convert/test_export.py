@@ -17,7 +17,7 @@ from infcl.convert.export import export_model, load_exported
 from infcl.convert.export_tokenizer import read_model, sentencepiece_tokenizer
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
-from infcl.models import CLIP, load_model_config, with_tokenizer
+from infcl.models import CLIP, load_model_config
 from infcl.models.preprocess import CLIP_PREPROCESS
 from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.manifests import manifest_of
@@ -73,7 +73,7 @@ def test_open_clip_loads_the_demos_model(tokenizer_model, tmp_path):
     open_clip = import_open_clip()
     tokenizer = Tokenizer(tokenizer_model, CONTEXT_LENGTH)
     ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
-    model = CLIP(with_tokenizer(load_model_config("demo"), **ids)).eval()
+    model = CLIP(load_model_config("demo").with_tokenizer(**ids)).eval()
     export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path / "export", name="demo")
     theirs = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
     images, texts = torch.randn(3, 3, 32, 32), tokenizer(CAPTIONS[:3])
@@ -117,7 +117,7 @@ def test_model_card_shows_plain_figures_only(exported):
 
 
 def test_models_that_open_clip_cannot_load_say_so(tokenizer_model, tmp_path):
-    cfg = with_tokenizer(load_model_config(GOLDEN_MODEL), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
+    cfg = load_model_config(GOLDEN_MODEL).with_tokenizer(vocab_size=300, context_length=20, eos_id=1, pad_id=0)
     torch.manual_seed(0)
     model = CLIP(cfg).eval()
     export_model(model.state_dict(), cfg, tokenizer_model, tmp_path)
@@ -140,7 +140,7 @@ def test_foreign_weights_and_tokenizers_are_rejected_before_anything_is_written(
         )
     with pytest.raises(ValueError, match=r"visual.proj has shape \(24, 32\), not \(32, 24\)"):
         export_model({**weights, "visual.proj": weights["visual.proj"].T}, cfg, None, out)
-    other = with_tokenizer(cfg, vocab_size=301, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)
+    other = cfg.with_tokenizer(vocab_size=301, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)
     with pytest.raises(ValueError, match=r"\(300, 1, 0\), the model \(301, 1, 0\)"):
         export_model(CLIP(other).state_dict(), other, tokenizer_model, out)
     assert not out.exists()

@@ -16,7 +16,7 @@ from infcl.convert.hf_clip import from_hf, hf_config, to_hf
 from infcl.convert.model_card import LOSS_CURVE
 from infcl.data.tokenizer import Tokenizer, canonicalise, repair
 from infcl.data.tokenizer.open_clip import OpenClipTokenizer
-from infcl.models import CLIP, load_model_config, with_tokenizer
+from infcl.models import CLIP, load_model_config
 from infcl.models.config import parse_model_config
 from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
@@ -188,7 +188,7 @@ def test_what_clip_model_cannot_express_is_rejected_before_anything_is_written(v
 
 
 def test_a_convolutional_stem_is_rejected():
-    cfg = with_tokenizer(load_model_config(GOLDEN_MODEL), vocab_size=300, context_length=20, eos_id=1, pad_id=0)
+    cfg = load_model_config(GOLDEN_MODEL).with_tokenizer(vocab_size=300, context_length=20, eos_id=1, pad_id=0)
     assert cfg.vision_cfg.conv_stem is not None
     with pytest.raises(ValueError, match="vision_cfg.conv_stem.*Export it as open_clip or safetensors"):
         hf_config(cfg)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl.evaluate.classes import read_classes, read_templates
+from infcl.evaluate.zero_shot import read_classes, read_templates
 from tests.lib.open_clip_stub import import_open_clip
 
 

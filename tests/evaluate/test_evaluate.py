@@ -253,9 +253,9 @@ def classify(rank, world_size):
 
     where = {"group": torch.distributed.group.WORLD, "device": torch.device("cpu")}
     classifier = build_classifier(encode_text, tokenize, names, templates, batch_size=5, **where)
-    metrics = evaluate_zero_shot(
-        lambda x: x, own_batches((images, labels), rank, world_size, 4), (images[:1], labels[:1]), classifier, **where
-    )
+    batches = own_batches((images, labels), rank, world_size, 4)
+    right = torch.eye(CLASSES).bool()
+    metrics = evaluate_zero_shot(lambda x: x, batches, (images[:1], labels[:1]), classifier, right, **where)
     expected_classifier = F.normalize(
         torch.stack([encode_text(tokenize([t.format(n) for t in templates])).sum(0) for n in names]), dim=-1
     )

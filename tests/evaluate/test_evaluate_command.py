@@ -19,7 +19,7 @@ from infcl.convert.export import export_model
 from infcl.data.demo import DIGIT_NAMES
 from infcl.data.evaluation import eval_source
 from infcl.evaluate.__main__ import main
-from infcl.models import CLIP, with_tokenizer
+from infcl.models import CLIP
 from infcl.models.config import parse_model_config
 from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import import_open_clip
@@ -86,7 +86,7 @@ def exports(demo_folder, tmp_path_factory):
         "text_cfg": {"context_length": 20, "width": 32, "heads": 4, "layers": 2},
     }
     ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
-    cfg = with_tokenizer(parse_model_config(fields), **ids)
+    cfg = parse_model_config(fields).with_tokenizer(**ids)
     torch.manual_seed(5)
     model = CLIP(cfg).eval()
     with torch.no_grad():  # features of a random model hardly differ: spread them
@@ -274,7 +274,7 @@ def refusal(rank, world_size, arguments):
 @pytest.mark.parametrize(
     ("checkpoint", "more", "message"),
     [
-        ("weights.pt", [], "is a bare file: --model must name its config"),
+        ("weights.pt", [], "is a bare file: give its config"),
         ("open_clip", ["--model", "ViT-B-32"], "brings its own config; leave --model out"),
         ("open_clip", ["--zeroshot-classnames", "/no/file"], "--zeroshot-classnames /no/file: No such file"),
         ("nothing", [], "no such file or folder"),

@@ -8,7 +8,7 @@ import torch
 from infcl.convert.export import export_model
 from infcl.data.tokenizer import Tokenizer
 from infcl.evaluate.load import load_tokenizer
-from infcl.models import CLIP, load_model_config, with_tokenizer
+from infcl.models import CLIP, load_model_config
 from tests.lib.open_clip_stub import import_transformers
 from tests.lib.small_clip import CONTEXT_LENGTH, TEXTS, small_config
 
@@ -35,7 +35,7 @@ def test_a_sentencepiece_model_is_found_in_its_folder_under_either_name(tokenize
 
 
 def test_a_tokenizer_that_cannot_be_the_models_is_refused(tokenizer_model, tmp_path):
-    small = with_tokenizer(load_model_config("demo"), vocab_size=299, context_length=20, eos_id=1, pad_id=0)
+    small = load_model_config("demo").with_tokenizer(vocab_size=299, context_length=20, eos_id=1, pad_id=0)
     with pytest.raises(ValueError, match="has 300 ids, the model 299 embeddings"):
         load_tokenizer(tokenizer_model, small)
     with pytest.raises(ValueError, match="none.model: no such file or folder"):

@@ -10,14 +10,14 @@ from infcl.convert.import_weights import load_pretrained
 from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from infcl.evaluate.__main__ import main as evaluate
 from infcl.evaluate.load import load_tokenizer
-from infcl.models import CLIP, load_model_config, with_tokenizer
+from infcl.models import CLIP, load_model_config
 from infcl.report.gallery import retrieval_gallery
 from infcl.report.records import read_run
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
 
 
 def small_model():
-    cfg = with_tokenizer(load_model_config("demo"), vocab_size=300, context_length=12, eos_id=1, pad_id=0)
+    cfg = load_model_config("demo").with_tokenizer(vocab_size=300, context_length=12, eos_id=1, pad_id=0)
     return CLIP(cfg)
 
 

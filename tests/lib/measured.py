@@ -12,7 +12,7 @@ from benchmarks.rows import rows as rows_of
 from benchmarks.step import setting_of
 from infcl.config import resolve
 from infcl.config.preset import BUCKET
-from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, load_model_config, with_overrides
+from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, load_model_config
 from infcl.plan.loads import parameter_counts
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import Gpu, load_gpu
@@ -58,7 +58,7 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     gpus, micro_batch, micro_batches = (int(row[name]) for name in ("gpus", "micro_batch", "micro_batches"))
     label, share = row.get("label", ""), float(row.get("text_share") or 1)
     dropout = re.search(r"force-patch-dropout ([\d.]+)", label)
-    model = with_overrides(load_model_config(row["model"]), patch_dropout=float(dropout[1]) if dropout else None)
+    model = load_model_config(row["model"]).with_overrides(patch_dropout=float(dropout[1]) if dropout else None)
     tokens = round(share * model.text_cfg.context_length)  # may exceed the context length: rows have free positions
     return Setting(
         **captions_of(model, None if share == 1 else tokens),

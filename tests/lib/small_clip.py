@@ -1,7 +1,6 @@
 """A CLIP model small enough for tests, its captions, and the config of its sentencepiece tokenizer of 300 pieces."""
 
 from infcl.data.tokenizer import canonicalise
-from infcl.models import with_tokenizer
 from infcl.models.config import CLIPConfig, parse_model_config
 from tests.lib.checkout import ROOT
 
@@ -29,4 +28,4 @@ def small_config(**top) -> CLIPConfig:
             **top,
         }
     )
-    return with_tokenizer(cfg, vocab_size=300, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)
+    return cfg.with_tokenizer(vocab_size=300, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)

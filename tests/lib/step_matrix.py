@@ -47,7 +47,7 @@ def demo_batch(size):
 def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compiled, before_step=None, **flags):
     """Run a step and return the weights, or the result of before_step(engine), called with the step's gradients."""
     from infcl.engine.engine import Engine
-    from infcl.models.captions import texts_for_model
+    from infcl.models.packing import texts_for_model
     from infcl.parallel import init_parallel
     from infcl.train.compile import prepare_blocks
     from tests.lib.specs import spec_of

@@ -68,7 +68,7 @@ def train_steps(
 ):
     """Run optimizer steps on this rank's share; return engine, losses, gradient norms, [image, text] norms."""
     from infcl.engine.engine import Engine
-    from infcl.models.captions import texts_for_model
+    from infcl.models.packing import texts_for_model
     from infcl.train.build import build_loss, split_model
     from infcl.train.compile import prepare_blocks
     from tests.lib.engine_steps import accumulate, own_micro_batches

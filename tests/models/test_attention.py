@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig
 from infcl.models.attention import BLOCK, LONGEST, SHORT, attend, choose_attention, fits, towers_with_kernel
 from infcl.models.attention import _towers as attention_towers
-from infcl.models.packing import caption_places, caption_spans, pack_captions, packed
+from infcl.models.packing import caption_places, caption_spans, pack_captions, texts_for_model
 from infcl.train.compile import compile_blocks
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import end_ranks, run_ranks
@@ -118,7 +118,7 @@ def step(model: CLIP, device: str, *, pack: bool, precision: torch.dtype | None)
     images = torch.randn(5, 3, 12, 12, generator=generator).to(device)
     texts = torch.randint(1, 30, (5, 7), generator=generator)
     texts[torch.arange(5), torch.tensor([0, 6, 3, 2, 6])] = 30  # what is pooled
-    given = packed(CFG.text_cfg, texts) if pack else {"texts": texts}
+    given = texts_for_model(CFG.text_cfg, pack=True)(texts) if pack else {"texts": texts}
     with torch.autocast(device, precision or HALF, enabled=precision is not None):
         out = model(images, **{name: value.to(device) for name, value in given.items()})
     features = torch.cat([out["image_features"], out["text_features"]])
@@ -155,7 +155,7 @@ def tensor_parallel_step(rank: int, world_size: int, sequence_parallel: bool) ->
     images = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(0))
     results = []
     for one in (model, whole):
-        out = one(images, **packed(CFG.text_cfg, texts))
+        out = one(images, **texts_for_model(CFG.text_cfg, pack=True)(texts))
         features = torch.cat([out["image_features"], out["text_features"]])
         positions = [one.positional_embedding, one.visual.positional_embedding]
         results.append([features.detach(), *torch.autograd.grad(features.sin().sum(), positions)])
@@ -194,7 +194,7 @@ def check_graphs() -> None:
         texts[:, 3] = 30
         results = []
         for one in (model, eager):
-            features = one(**packed(CFG.text_cfg, texts))["text_features"]
+            features = one(**texts_for_model(CFG.text_cfg, pack=True)(texts))["text_features"]
             results.append([features.detach(), *torch.autograd.grad(features.sin().sum(), one.positional_embedding)])
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
         before = before or graphs["unique_graphs"]

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infcl.config import TrainConfig, resolve
-from infcl.models.captions import longer_when_packed, texts_for_model, why_unpackable
 from infcl.models.clip import CLIP
 from infcl.models.config import TextConfig, load_model_config
 from infcl.models.packing import (
     caption_places,
+    longer_when_packed,
     longest,
     pack_captions,
-    packed,
     pooled_places,
     row_length,
+    texts_for_model,
+    why_unpackable,
 )
 from infcl.step.offload import PixelCache
 from infcl.train.compile import compile_blocks
@@ -98,7 +99,7 @@ def test_features_and_gradients_are_those_of_the_captions_one_by_one(cfg, checkp
     assert pooled_places(texts, cfg.pool_type, cfg.eos_id).tolist() == [length - 1 for length in lengths]
     weights = torch.randn(len(lengths), model.cfg.embed_dim, dtype=torch.float64)
     found = []
-    for given_texts in ({"texts": texts}, packed(cfg, texts)):
+    for given_texts in ({"texts": texts}, texts_for_model(cfg, pack=True)(texts)):
         model.zero_grad()
         features = encoded(model, given_texts)
         (features * weights).sum().backward()
@@ -120,7 +121,7 @@ def test_in_16_bits_gradients_are_as_near_to_the_truth_as_those_of_whole_caption
     for model, given_texts in (
         (exact, {"texts": texts}),
         (model_of(EOS).bfloat16(), {"texts": texts}),
-        (model_of(EOS).bfloat16(), packed(EOS, texts)),
+        (model_of(EOS).bfloat16(), texts_for_model(EOS, pack=True)(texts)),
     ):
         (model(**given_texts)["text_features"].double() * weights).sum().backward()
         found.append({n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None})
@@ -145,7 +146,7 @@ def test_packing_leaves_nothing_to_torchs_threads():
 
 def test_texts_that_are_too_long_are_refused():
     with pytest.raises(ValueError, match=r"\[4, 14\].*context_length 13"):
-        packed(EOS, torch.ones(4, 14, dtype=torch.int64))
+        texts_for_model(EOS, pack=True)(torch.ones(4, 14, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("cfg", [EOS, ARGMAX, dataclasses.replace(EOS, eos_id=0, pad_id=3)])
@@ -164,12 +165,12 @@ def test_one_graph_serves_any_number_of_rows(backend, monkeypatch):
     cfg = model.cfg.text_cfg
     graphs = torch._dynamo.utils.counters["stats"]
     assert compile_blocks(model, {64}, packed=True)
-    features = model(**packed(cfg, captions(cfg, [9] * 64)))["text_features"]
+    features = model(**texts_for_model(cfg, pack=True)(captions(cfg, [9] * 64)))["text_features"]
     features.sum().backward()
     before = graphs["unique_graphs"]
     for size, length in ((64, 20), (64, 5), (33, 11), (5, 2)):
         texts = captions(cfg, [length] * size)
-        features = model(**packed(cfg, texts))["text_features"]
+        features = model(**texts_for_model(cfg, pack=True)(texts))["text_features"]
         torch.testing.assert_close(features, model(texts=texts)["text_features"])  # eager
         features.sum().backward()
     assert graphs["unique_graphs"] == before
@@ -217,7 +218,7 @@ def test_the_share_of_places_is_that_of_a_steps_texts(parts, rows_of_short, rows
     cfg, images = EOS, (4, 3, 2, 2)
     pixels = PixelCache(
         CPU, images, num_micro_batches=2, resident=1, kept=1, parts=parts,
-        texts=lambda texts: packed(cfg, torch.cat([texts] * parts)),
+        texts=lambda texts: texts_for_model(cfg, pack=True)(torch.cat([texts] * parts)),
     )  # fmt: skip
     for lengths, rows in (([[5, 6, 7, 8], [1, 1, 1, 1]], rows_of_short), ([[13] * 4] * 2, rows_of_long)):
         batches = [

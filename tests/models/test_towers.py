@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from infcl.convert.hf_clip import hf_config
-from infcl.models import CLIP, forward_flops, list_models, load_model_config, with_overrides, with_tokenizer
+from infcl.models import CLIP, forward_flops, list_models, load_model_config
 from infcl.models.config import parse_model_config
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, normalize_pixels
 from infcl.models.text import pool_text
@@ -121,7 +121,7 @@ def test_shorter_texts_are_accepted_and_wrong_shapes_are_named():
 
 
 def test_causal_text_ignores_what_follows_eos():
-    cfg = with_tokenizer(small_config(), vocab_size=80, context_length=10, eos_id=1, pad_id=0)
+    cfg = small_config().with_tokenizer(vocab_size=80, context_length=10, eos_id=1, pad_id=0)
     model = build(cfg)
     texts = torch.tensor([[5, 6, 7, 1, 0, 0, 0, 0, 0, 0]])
     other = torch.tensor([[5, 6, 7, 1, 9, 1, 8, 0, 2, 3]])
@@ -316,10 +316,10 @@ def test_wrong_configs_are_errors_with_the_numbers(fields, message):
 
 
 def test_overrides_replace_what_is_given_and_are_validated():
-    cfg = with_overrides(small_config(), image_size=64, context_length=9)
+    cfg = small_config().with_overrides(image_size=64, context_length=9)
     assert (cfg.vision_cfg.num_patches, cfg.text_cfg.context_length, cfg.vision_cfg.patch_dropout) == (64, 9, 0.0)
     with pytest.raises(ValueError, match="image_size 63 is not a multiple"):
-        with_overrides(cfg, image_size=63)
+        cfg.with_overrides(image_size=63)
 
 
 def test_errors_of_a_config_file_name_the_file(tmp_path):
@@ -350,7 +350,7 @@ def test_flops_count_the_conv_stem_and_patch_dropout():
     demo = load_model_config("demo")
     assert _counted(build(demo), {"images": torch.zeros(1, 3, 32, 32)}) == forward_flops(demo)["image"]
     cfg = small_config()
-    dropped = with_overrides(cfg, patch_dropout=0.5)
+    dropped = cfg.with_overrides(patch_dropout=0.5)
     assert (
         forward_flops(dropped)["image"] < forward_flops(cfg)["image"] == forward_flops(dropped, training=False)["image"]
     )

@@ -3,7 +3,6 @@
 import pytest
 
 from infcl.models import load_model_config
-from infcl.models.config import with_overrides
 from infcl.plan import timing
 from infcl.plan.profile import load_gpu
 from infcl.plan.search import resolved
@@ -69,7 +68,7 @@ def test_own_attention_is_planned_where_training_has_it():
         )
 
     # Packed or not, no tile holds captions of 248 tokens.
-    long = with_overrides(load_model_config("ViT-B-32"), context_length=248)
+    long = load_model_config("ViT-B-32").with_overrides(context_length=248)
     assert shapes(captions_of(long, 20), "auto")[1] == shapes(captions_of(long, 20), "torch")[1]
     huge = captions_of(load_model_config("ViT-H-14"), None)
     assert shapes(huge, "auto")[0] == shapes(huge, "torch")[0]

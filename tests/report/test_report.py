@@ -9,7 +9,6 @@ import torch
 
 from infcl.convert.export import export_model
 from infcl.models import CLIP, load_model_config
-from infcl.models.config import with_tokenizer
 from infcl.report import drawing, read_metrics
 from infcl.report.__main__ import main
 from infcl.report.charts import Chart, Series, train_charts
@@ -194,8 +193,7 @@ def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path
 
     root = write_run(tmp_path / "run", val_data=str(demo_folder / "val"))
     tokenizer = Tokenizer(str(demo_folder / "tokenizer.model"))
-    cfg = with_tokenizer(
-        load_model_config("demo"),
+    cfg = load_model_config("demo").with_tokenizer(
         vocab_size=tokenizer.vocab_size,
         context_length=tokenizer.context_length,
         eos_id=tokenizer.eos_id,

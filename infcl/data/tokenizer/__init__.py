@@ -19,6 +19,7 @@ import os
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +40,11 @@ def canonicalise(caption: str) -> str:
     """'A_photo of  a Dog!' -> 'a photo of a dog'."""
     text = caption.encode("utf-8", "replace").decode()  # sentencepiece raises on a lone surrogate
     return " ".join(text.translate(_REMOVE_PUNCTUATION).lower().split())
+
+
+def ids_of(tokenizer: Any) -> dict[str, Any]:
+    """Return the ids that a text tower needs to know of a tokenizer: arguments of the configs' `with_tokenizer`."""
+    return {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
 
 
 class Tokenizer:

@@ -1,10 +1,10 @@
 """python -m infcl.data.tokenizer train: train a tokenizer on the captions of shards or tables."""
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from infcl.config import OneLineParser
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import Tokenizer
@@ -12,9 +12,7 @@ from infcl.data.tokenizer.learn import captions_of, shard_captions, train_tokeni
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m infcl.data.tokenizer", description="Learn a tokenizer from shards."
-    )
+    parser = OneLineParser(prog="python -m infcl.data.tokenizer", description="Learn a tokenizer from shards.")
     parser.add_argument("command", choices=["train"])
     parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder; tables")
     parser.add_argument("--dataset-type", choices=["webdataset", "csv"], default="webdataset")
