@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from infcl.cluster.hostfile import for_each, read_hostfile, ssh
+from infcl.config import OneLineParser
 from infcl.parallel.host_info import differences, software
 
 TIMEOUT_S = 300  # a busy host imports torch slowly
@@ -27,7 +28,7 @@ _BUSY_MIB = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m infcl.cluster.check", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m infcl.cluster.check", description=__doc__.splitlines()[0])
     parser.add_argument("hostfile", nargs="?", default="hosts")
     parser.add_argument("shared", nargs="?", type=Path, default=Path(), help="shared folder [working directory]")
     parser.add_argument("--report", nargs=2, metavar=("HOST", "SHARED"), help=argparse.SUPPRESS)

@@ -8,8 +8,7 @@ non-finite: 0 times NaN is NaN.)
 
 `pack_captions` runs on the host, where the lengths are known without waiting for a GPU. `caption_places` computes
 positions and masks on the device of the rows. `caption_spans` serves attention kernels that need no mask. CLIP's
-forward takes {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}. Each tensor-parallel rank reads a part of a
-micro-batch's captions and joins the parts: of padded captions on the device, of captions to be packed on the host.
+forward takes {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
 
 Shapes: m captions, L context_length, r rows of R token positions (R = `row_length(L)`).
 """
@@ -23,7 +22,6 @@ import torch
 from infcl.config import TrainConfig
 from infcl.models.config import CLIPConfig, TextConfig
 from infcl.models.open_clip_config import OpenClipConfig, TextInput
-from infcl.parallel import Parallel, join_parts
 
 Texts = dict[str, torch.Tensor]
 ALIGNED = 16  # token positions: alignment of a mask's rows that fused attention requires
@@ -200,20 +198,6 @@ def texts_for_model(text_cfg: TextConfig | TextInput, *, pack: bool) -> Callable
     if not (pack and isinstance(text_cfg, TextConfig)):
         return lambda texts: {"texts": texts}
     return lambda texts: dict(zip(("texts", "text_ends"), pack_captions(texts, text_cfg)))
-
-
-def texts_of_part(
-    text_cfg: TextConfig | TextInput, parallel: Parallel, *, pack: bool
-) -> Callable[[torch.Tensor], Texts]:
-    """Return a function that joins the captions of all tensor-parallel ranks into text inputs of CLIP's forward.
-
-    The function takes this rank's part of a micro-batch, int64 [m / T, L] on the host. It is collective over the
-    tensor-parallel ranks. The result is on the device, or on the host for packing.
-    """
-    as_taken = texts_for_model(text_cfg, pack=pack)
-    if pack:
-        return lambda part: as_taken(join_parts(parallel, part))
-    return lambda part: as_taken(join_parts(parallel, part.to(parallel.device, non_blocking=True)))
 
 
 def longer_when_packed(text_share: float, *, masks: bool) -> str:

@@ -1,10 +1,15 @@
 """Size of the pixel cache: the number of micro-batches whose pixels a rank keeps, from --pixel-cache-gb."""
 
+from collections.abc import Callable
 from functools import partial
+
+import torch
 
 from infcl.config import RunSpec
 from infcl.models.clip import CLIP
-from infcl.models.packing import texts_of_part
+from infcl.models.config import TextConfig
+from infcl.models.open_clip_config import TextInput
+from infcl.models.packing import Texts, texts_for_model
 from infcl.parallel import Parallel, join_parts, max_over, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes
 from infcl.step.offload import PixelCache
@@ -85,3 +90,18 @@ def describe_pixels(cache: PixelCache) -> str:
 def auto_budget(free: float, ranks: int) -> float:
     """Return the bytes per rank of --pixel-cache-gb auto, for `free` bytes on a host with `ranks` ranks."""
     return _SHARE * max(0.0, free) / ranks
+
+
+def texts_of_part(
+    text_cfg: TextConfig | TextInput, parallel: Parallel, *, pack: bool
+) -> Callable[[torch.Tensor], Texts]:
+    """Return a function that joins the captions of all tensor-parallel ranks into text inputs of CLIP's forward.
+
+    The function takes this rank's part of a micro-batch, int64 [m / T, L] on the host. It is collective over the
+    tensor-parallel ranks. Padded captions are joined on the device, like pixels. Captions to be packed are joined on
+    the host, where each rank packs all of them into the same rows.
+    """
+    as_taken = texts_for_model(text_cfg, pack=pack)
+    if pack:
+        return lambda part: as_taken(join_parts(parallel, part))
+    return lambda part: as_taken(join_parts(parallel, part.to(parallel.device, non_blocking=True)))

@@ -68,9 +68,9 @@ def train(flags: dict, *, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATC
     """-> losses, norms of gradients, {name: digest of what is not split}, on rank 0 {name: first step's moments}."""
     from infcl.config import may_pack
     from infcl.engine.engine import Engine
-    from infcl.models.packing import texts_of_part
     from infcl.parallel import init_parallel, mean_over
     from infcl.step.grad_cache import grad_cache_step
+    from infcl.step.pixels import texts_of_part
     from infcl.train.build import build_loss, split_model
     from infcl.train.compile import prepare_blocks
     from megatron_patches.groups import init_tensor_parallel
