@@ -150,6 +150,10 @@ def test_flops_of_a_model_that_both_build_agree():
         assert theirs[tower] == pytest.approx(ours[tower], rel=0.06)  # torch does not count all of the attention
 
 
+def test_flops_of_a_timm_tower_with_attention_pooling_are_counted():
+    assert min(forward_flops(load_any_config("open_clip:ViT-B-16-SigLIP")).values()) > 1e9
+
+
 def test_a_tag_brings_its_preprocessing_and_an_unknown_one_names_those_there_are():
     assert weights_preprocess("open_clip:webli", "open_clip:ViT-B-16-SigLIP")["mean"] == (0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="it has openai, laion400m"):
