@@ -204,6 +204,12 @@ def test_a_plan_says_where_the_figures_of_its_profiles_come_from(capsys):
     assert "nic-400" not in capsys.readouterr().out  # one node has none
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
+def test_a_shipped_profile_says_which_figures_are_estimated(path):
+    profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
+    assert "estimated" in profile.source or "measured" in profile.source
+
+
 def test_an_older_profile_is_still_read():
     """It has a share of usable memory, which no profile sets any more, and no rate of FP32."""
     assert load_gpu(str(ROOT / "docs" / "results" / "h200_measured.json")).fp32_tflops == 50

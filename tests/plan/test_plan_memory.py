@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.rows import rows as rows_of
 from infcl.config import BatchPlan, TrainConfig
-from infcl.config.preset import read_preset
+from infcl.config.preset import BUCKET, read_preset
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.models import CLIP, load_model_config
 from infcl.plan.activations import activation_bytes
@@ -366,3 +366,18 @@ def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, 
         return
     flattened = 0 if stage == 0 or precision == "bf16" else 4000
     assert counted(1001) == 1000 * buffers + flattened
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "measured"),
+    [(1, 1, 18.5), (1, 3, 14.1)],  # GiB on an H200: docs/benchmarks; more in tests/plan/test_plan_measured.py
+)
+def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, stage, measured):
+    cfg = load_model_config("ViT-L-14")
+    with torch.device("meta"):
+        counts = parameter_counts(CLIP(cfg))
+    config = demo_config(demo_folder, tmp_path, grad_checkpointing=True)
+    # The code of then had buckets of a second type, for the gradient of the convolution.
+    zero = {"overlap_comm": True, "reduce_bucket_size": BUCKET * (1.5 if stage == 3 else 2)}
+    plan = memory_plan(cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", zero)
+    assert plan["peak"][stage] / 2**30 == pytest.approx(measured, rel=0.05)
