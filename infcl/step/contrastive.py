@@ -57,14 +57,17 @@ def contrastive_step(
         This rank's loss, 0-dim, detached.
 
     Raises:
-        ValueError: the model returns anything else; a forward changes a buffer that is not a running statistic of
-            BatchNorm; pass 2 gives different features than pass 1; nothing averages the gradients over the ranks.
+        ValueError: no parameter requires a gradient; the model returns anything else; a forward changes a buffer that
+            is not a running statistic of BatchNorm; pass 2 gives different features than pass 1; nothing averages the
+            gradients over the ranks.
 
     Source: GradCache, arXiv 2101.06983.
     """
     total, name = len(micro_batches), type(getattr(model, "module", model)).__name__
     if total == 0:
         raise ValueError("contrastive_step needs at least one micro-batch")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"no parameter of {name} requires a gradient: there is nothing to train")
     if wrappers.is_ddp(model):  # DDP decides in the forward whether its backward reduces
         cached_activations = min(cached_activations, max(1, total - 1))
     names: list[str] = []  # names of the model's outputs; empty for a tuple

@@ -283,6 +283,8 @@ def test_an_output_that_is_no_features_is_rejected_by_name():
         step(Returns(lambda rows: {"pooled": rows}))
     with pytest.raises(ValueError, match="2 inputs for 3 encoders"):
         contrastive_step(Encoders(*[nn.Linear(6, 6)] * 3), [batch_of(4)], dense_clip)
+    with pytest.raises(ValueError, match="no parameter of Encoders requires a gradient"):
+        contrastive_step(Encoders(nn.Linear(6, 6)).requires_grad_(False), split_batch(batch_of(4, 6), 2), dense_clip)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
