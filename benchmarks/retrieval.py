@@ -89,8 +89,8 @@ def _implementations(arguments: argparse.Namespace, images, texts, rank: int, gr
         def dense():
             scores = (images @ texts.T).cpu()
             target = torch.arange(len(scores)).view(-1, 1)
-            places = [torch.where(torch.argsort(s, descending=True) == target)[1] for s in (scores, scores.T)]
-            return [(place < 1).double().mean().item() for place in places]
+            ranks = [torch.where(torch.argsort(s, descending=True) == target)[1] for s in (scores, scores.T)]
+            return [(rank < 1).double().mean().item() for rank in ranks]
 
         found["open_clip 3.3"] = dense
     return found

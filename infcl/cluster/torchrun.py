@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         print(failed, file=sys.stderr, flush=True)
         code = failed.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
-    except SignalException as told:
-        return 128 + told.sigval
+    except SignalException as received:
+        return 128 + received.sigval
     return 0
 
 

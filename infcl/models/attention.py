@@ -56,7 +56,7 @@ def choose_attention(model: nn.Module, attention: str, device: torch.device, dty
     if attention == "triton" and all(reasons.values()):
         raise ValueError("--attention triton: " + "; ".join(f"{name} tower: {why}" for name, why in reasons.items()))
     if not reasons["text"]:
-        model.caption_places = caption_spans
+        model.caption_positions = caption_spans
 
 
 def towers_with_kernel(model: nn.Module) -> list[str]:

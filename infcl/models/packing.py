@@ -6,7 +6,7 @@ In a row, a token attends to its own caption only, and positions count from the 
 gradients equal those of padded captions, up to rounding. (With a mask, one non-finite token makes its full row
 non-finite: 0 times NaN is NaN.)
 
-`pack_captions` runs on the host, where the lengths are known without waiting for a GPU. `caption_places` computes
+`pack_captions` runs on the host, where the lengths are known without waiting for a GPU. `caption_positions` computes
 positions and masks on the device of the rows. `caption_spans` serves attention kernels that need no mask. CLIP's
 forward takes {"texts": [m, L]}, or {"texts": [r, R], "text_ends": [m]}.
 
@@ -53,7 +53,7 @@ def check_length(texts: torch.Tensor, context_length: int) -> None:
         )
 
 
-def pooled_places(texts: Any, pool_type: str, eos_id: int) -> Any:
+def pooled_positions(texts: Any, pool_type: str, eos_id: int) -> Any:
     """Return the position at which each caption is pooled.
 
     Args:
@@ -86,7 +86,7 @@ def pack_captions(texts: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, t
 
     check_length(texts, cfg.context_length)
     ids, count, pinned = texts.numpy(), len(texts), texts.is_pinned()
-    found = pooled_places(ids, cfg.pool_type, cfg.eos_id)
+    found = pooled_positions(ids, cfg.pool_type, cfg.eos_id)
     length, step = row_length(cfg.context_length), max(1, -(-count // ROW_STEPS))
     starts, num_rows = _placed((found + 1).tolist(), length)
     num_rows = max(2, -(-num_rows // step) * step)  # compiled code specialises on a size of 1
@@ -116,7 +116,7 @@ def _placed(needs: list[int], length: int) -> tuple[list[int], int]:
     return starts, count
 
 
-def caption_places(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def caption_positions(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return positions and attention mask of packed captions.
 
     The remainder of a row is treated as one more caption.
@@ -146,7 +146,7 @@ def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor,
         ends: [m], of `pack_captions`.
 
     Returns:
-        positions: int64 [r, R], as those of `caption_places`.
+        positions: int64 [r, R], as those of `caption_positions`.
         spans: int64 [m, 2], a caption's first index in the flat rows and its number of tokens. For m = 1 an empty span
             follows, because compiled code specialises on a size of 1.
     """

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infcl.models.config import TextConfig
-from infcl.models.packing import caption_places, check_length, pooled_places
+from infcl.models.packing import caption_positions, check_length, pooled_positions
 from infcl.models.transformer import LayerNorm, Transformer
 
 
@@ -46,7 +46,7 @@ class TextTower(nn.Module):
         self.ln_final = LayerNorm(cfg.width)
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
         self.text_trunk_blocks = 0  # leading blocks in the trunk; more than the tower has: the trunk includes pooling
-        self.caption_places = caption_places  # or packing.caption_spans, for attention that takes spans
+        self.caption_positions = caption_positions  # or packing.caption_spans, for attention that takes spans
 
     def encode_text(
         self,
@@ -82,7 +82,7 @@ class TextTower(nn.Module):
 
     def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Encode packed rows int64 [r, R] with ends [m] to [m, D]."""
-        positions, seen = self.caption_places(rows, ends)
+        positions, seen = self.caption_positions(rows, ends)
         positions = positions.clamp(max=self.context_length - 1)  # the remainder of a row may be longer
         table = self.positional_embedding
         summed = torch.promote_types(table.dtype, torch.float32)  # a position's gradient sums over all captions
@@ -119,4 +119,4 @@ def pool_text(x: torch.Tensor, texts: torch.Tensor, pool_type: str, eos_id: int)
         return x[:, 0]
     if pool_type == "last":
         return x[:, -1]
-    return x[torch.arange(len(x), device=x.device), pooled_places(texts, pool_type, eos_id)]
+    return x[torch.arange(len(x), device=x.device), pooled_positions(texts, pool_type, eos_id)]

@@ -48,11 +48,11 @@ def attention_forward(qkv: Tensor, spans: Tensor | None, length: int, causal: bo
         out: [P, h, d], zero outside the spans.
         lse: f32 [P, h], which the backward needs above LONGEST; else empty.
     """
-    places, _, heads, width = qkv.shape
+    positions, _, heads, width = qkv.shape
     if length > LONGEST:
         assert spans is None and not causal and 0 < length % BLOCK <= TAIL
         return blocks_forward(qkv, length)
-    out = (qkv.new_empty if spans is None else qkv.new_zeros)(places, heads, width)
+    out = (qkv.new_empty if spans is None else qkv.new_zeros)(positions, heads, width)
     for grid, options in _launches(qkv, spans, length, causal):
         _forward[grid](qkv, out, spans, length, width**-0.5, heads, width, **options)
     return out, qkv.new_empty(0, dtype=torch.float32)

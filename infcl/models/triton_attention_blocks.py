@@ -34,21 +34,21 @@ def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
         out: [P, h, d].
         lse: f32 [P, h].
     """
-    places, _, heads, width = qkv.shape
-    out, lse = qkv.new_empty(places, heads, width), qkv.new_empty(places, heads, dtype=torch.float32)
+    positions, _, heads, width = qkv.shape
+    out, lse = qkv.new_empty(positions, heads, width), qkv.new_empty(positions, heads, dtype=torch.float32)
     full = length // BLOCK
-    grid = ((full + 1) * (places // length) * heads,)
+    grid = ((full + 1) * (positions // length) * heads,)
     _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, FULL=full, **_LAUNCH)
     return out, lse
 
 
 def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length: int) -> Tensor:
     """Return d_qkv [P, 3, h, d] from d_out [P, h, d], contiguous, and the forward's arguments and results."""
-    places, _, heads, width = qkv.shape
+    positions, _, heads, width = qkv.shape
     d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
-    _delta[(triton.cdiv(places * heads, _ROWS),)](out, d_out, delta, places * heads, width, _ROWS)
+    _delta[(triton.cdiv(positions * heads, _ROWS),)](out, d_out, delta, positions * heads, width, _ROWS)
     full = length // BLOCK
-    grid = (2 * (full + 1) * (places // length) * heads,)
+    grid = (2 * (full + 1) * (positions // length) * heads,)
     given = (qkv, lse, delta, d_out, d_qkv, length, width**-0.5, heads, width)
     _backward[grid](*given, FULL=full, **_LAUNCH)
     return d_qkv
@@ -121,8 +121,8 @@ def _queries(
     n = length - FULL * BLOCK
     result, largest, total = _attend(q, keys, n, scale, result, largest, total, H, D, TAIL, False)
     store_rows(out + at * H * D, result / total[:, None], length - at, H * D, D, B)
-    places = tl.arange(0, B)
-    tl.store(lse + (at + places) * H, largest + tl.log2(total), mask=places < length - at)
+    positions = tl.arange(0, B)
+    tl.store(lse + (at + positions) * H, largest + tl.log2(total), mask=positions < length - at)
 
 
 @triton.jit
@@ -157,8 +157,8 @@ def _delta(out, d_out, delta, rows, D: tl.constexpr, B: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * B
     o = load_rows(out + first * D, rows - first, D, D, B, False).to(tl.float32)
     d_o = load_rows(d_out + first * D, rows - first, D, D, B, False).to(tl.float32)
-    places = tl.arange(0, B)
-    tl.store(delta + first + places, tl.sum(o * d_o, 1), mask=places < rows - first)
+    positions = tl.arange(0, B)
+    tl.store(delta + first + positions, tl.sum(o * d_o, 1), mask=positions < rows - first)
 
 
 @triton.jit
@@ -256,9 +256,9 @@ def _add_d_keys(
     """
     q = load_rows(qkv + at * (3 * H * D), n, 3 * H * D, D, B, WHOLE)
     d_o = load_rows(d_out + at * (H * D), n, H * D, D, B, WHOLE)
-    places = tl.arange(0, B)
-    of_queries = tl.load(lse + (at + places) * H, mask=places < n, other=0.0)
-    expected = tl.load(delta + (at + places) * H, mask=places < n, other=0.0)
+    positions = tl.arange(0, B)
+    of_queries = tl.load(lse + (at + positions) * H, mask=positions < n, other=0.0)
+    expected = tl.load(delta + (at + positions) * H, mask=positions < n, other=0.0)
     scores = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
     p = tl.exp2(scores - of_queries[None, :])
     d_v = tl.dot(p.to(d_o.dtype), d_o, d_v, input_precision="ieee")
@@ -286,11 +286,11 @@ def _d_queries(
 ):
     """Compute the gradient of B queries, from position `at` on."""
     ROW: tl.constexpr = 3 * H * D
-    places = tl.arange(0, B)
+    positions = tl.arange(0, B)
     q = load_rows(qkv + at * ROW, length - at, ROW, D, B, False)
     d_o = load_rows(d_out + at * H * D, length - at, H * D, D, B, False)
-    of_queries = tl.load(lse + (at + places) * H, mask=places < length - at, other=0.0)
-    expected = tl.load(delta + (at + places) * H, mask=places < length - at, other=0.0)
+    of_queries = tl.load(lse + (at + positions) * H, mask=positions < length - at, other=0.0)
+    expected = tl.load(delta + (at + positions) * H, mask=positions < length - at, other=0.0)
     d_q = tl.zeros([B, D], tl.float32)
     for j in tl.range(0, FULL, num_stages=STAGES):
         keys = qkv + j * BLOCK * ROW + H * D

@@ -147,7 +147,7 @@ def test_a_model_that_does_not_fit_itself_is_told_from_a_batch(monkeypatch):
         main(["--first", "4096"])
 
 
-def test_batches_and_losses_that_cannot_be_tried_are_refused():
+def test_batches_and_losses_that_cannot_be_tried_are_rejected():
     with pytest.raises(SystemExit, match="--at 100 is no multiple of 2 GPUs x --batch-size 256"):
         main(["--gpus", "2", "--at", "100"])
     with pytest.raises(SystemExit, match="siglip"):

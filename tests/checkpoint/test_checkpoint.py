@@ -26,7 +26,7 @@ from tests.lib.engine_steps import engine_on_cpu
 from tests.lib.manifests import trainer_state_of
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch
-from tests.lib.training import demo_config, fit, new_trainer, refusal, run_losses
+from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses
 
 GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
 
@@ -211,7 +211,7 @@ def test_a_damaged_or_foreign_checkpoint_is_rejected_when_named(finished, tmp_pa
     shutil.copytree(complete_checkpoints(run)[0], copy)
     damage(copy, name, change)
     resume = dataclasses.replace(config, resume=str(copy), logs=str(tmp_path))
-    messages = run_ranks(refusal, 2, resume)
+    messages = run_ranks(rejection, 2, resume)
     assert message in messages[0] and str(copy) in messages[0]
     assert messages[0] == messages[1]
 
@@ -219,7 +219,7 @@ def test_a_damaged_or_foreign_checkpoint_is_rejected_when_named(finished, tmp_pa
 def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp_path):
     run, config = finished
     for folder in (run.root, run.checkpoints, run.checkpoints / "step_00000099", run.checkpoints / "latest"):
-        message = run_ranks(refusal, 1, dataclasses.replace(config, resume=str(folder), logs=str(tmp_path)))[0]
+        message = run_ranks(rejection, 1, dataclasses.replace(config, resume=str(folder), logs=str(tmp_path)))[0]
         assert f"name one of the run's checkpoints, like {complete_checkpoints(run)[0]}" in message
 
 
@@ -228,7 +228,7 @@ def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
     run, config = finished
     before = [path.stat().st_ino for path in sorted(run.root.rglob("*"))]
     back = dataclasses.replace(config, resume=str(run.checkpoints / "step_00000001"))
-    messages = run_ranks(refusal, 2, back)
+    messages = run_ranks(rejection, 2, back)
     assert "continued from there, to step_00000003" in messages[0] and "step_00000002, step_00000003" in messages[0]
     assert messages[0] == messages[1]
     assert [path.stat().st_ino for path in sorted(run.root.rglob("*"))] == before
@@ -247,7 +247,7 @@ def test_a_checkpoint_that_was_copied_is_no_newer_one(finished, tmp_path):
     for copy in kept:
         shutil.copytree(again.checkpoints / "step_00000001", copy)
     config = dataclasses.replace(config, logs=str(tmp_path), name="again", keep_checkpoints=1)
-    back = run_ranks(refusal, 1, dataclasses.replace(config, resume=str(kept[0])))[0]
+    back = run_ranks(rejection, 1, dataclasses.replace(config, resume=str(kept[0])))[0]
     assert "continued from there, to step_00000002" in back
     run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
     assert [record["step"] for record in read_records(again.metrics)] == [1, 2, 3, 3]
@@ -263,7 +263,7 @@ def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished
     left = own.checkpoints / "step_00000077.partial"  # by a kill
     left.mkdir()
     other = dataclasses.replace(began, resume=str(run.checkpoints / "step_00000002"))
-    assert "checkpoints of its own, up to step_00000002" in run_ranks(refusal, 2, other)[1]
+    assert "checkpoints of its own, up to step_00000002" in run_ranks(rejection, 2, other)[1]
     assert left.exists()
     run_ranks(fit, 2, began)  # the same command again
     assert [record["step"] for record in read_records(own.metrics)] == [2, 3, 3], "step 2 is not done again"
@@ -274,7 +274,7 @@ def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished
     own.summary.unlink()
     shutil.rmtree(own.checkpoints)
     latest = dataclasses.replace(began, resume="latest")
-    assert f"began from {other.resume} and has no checkpoint yet" in run_ranks(refusal, 2, latest)[0]
+    assert f"began from {other.resume} and has no checkpoint yet" in run_ranks(rejection, 2, latest)[0]
 
 
 def test_a_checkpoint_of_another_model_is_rejected_with_the_names(finished, tmp_path, demo_folder):
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_another_model_is_rejected_with_the_names(finished, tmp_
     other = dataclasses.replace(
         config, resume=str(complete_checkpoints(run)[0]), logs=str(tmp_path), force_context_length=24
     )
-    message = run_ranks(refusal, 2, other)[0]
+    message = run_ranks(rejection, 2, other)[0]
     assert "positional_embedding has shape" in message and "give the --model and --tokenizer of the run" in message
 
 

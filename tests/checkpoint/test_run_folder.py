@@ -14,20 +14,22 @@ import pytest
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig
 from infcl.report.records import read_run
-from tests.lib.ranks import refused, run_ranks
-from tests.lib.training import demo_config, fit, new_trainer, refusal, run_losses, said
+from tests.lib.ranks import rejected, run_ranks
+from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses, said
 
 
 def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, steps=2)
     run_ranks(fit, 1, config, 1)
-    assert "unfinished run: --resume latest" in run_ranks(refusal, 1, config)[0]
+    assert "unfinished run: --resume latest" in run_ranks(rejection, 1, config)[0]
     config = dataclasses.replace(config, keep_checkpoints=2)
     said_first = run_ranks(said, 1, dataclasses.replace(config, resume="latest"))[0]
     assert "flags that differ from the run's: keep_checkpoints 3 there, 2 now" in said_first
     other = dataclasses.replace(config, lr=2e-3)
-    refused = run_ranks(refusal, 1, other)[0]
-    assert "other flags (lr 0.001 there, 0.002 now)" in refused and "checkpoints/STEP to continue from there" in refused
+    rejected = run_ranks(rejection, 1, other)[0]
+    assert (
+        "other flags (lr 0.001 there, 0.002 now)" in rejected and "checkpoints/STEP to continue from there" in rejected
+    )
     written = (tmp_path / "run" / "config.json").read_text()
     (tmp_path / "run" / "config.json").write_text(written[:40])
     assert RunFolder(tmp_path / "run").other_flags(config) == ["config.json there is damaged"]
@@ -36,16 +38,16 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     from_there = run_ranks(said, 1, dataclasses.replace(config, name="from there", resume=inside, wd=0.1))[0]
     assert "flags that differ from the run's: wd 0.05 there, 0.1 now" in from_there
     shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
-    assert "is of step 2, the flags end the run at 1" in run_ranks(refusal, 1, shorter)[0]
+    assert "is of step 2, the flags end the run at 1" in run_ranks(rejection, 1, shorter)[0]
     own = str(tmp_path / "run" / "tokenizer.model")
-    refused = [{"model": "nope"}, {"batch_size": 4096}, {"resume": inside}, {"tokenizer": own}, {"pretrained": inside}]
-    for changes in refused:  # a command that cannot work removes and rewrites nothing
+    rejected = [{"model": "nope"}, {"batch_size": 4096}, {"resume": inside}, {"tokenizer": own}, {"pretrained": inside}]
+    for changes in rejected:  # a command that cannot work removes and rewrites nothing
         before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-        assert run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, **changes))[0]
+        assert run_ranks(rejection, 1, dataclasses.replace(other, overwrite=True, **changes))[0]
         assert {path: path.read_bytes() for path in before} == before
     assert (
         "--overwrite would remove"
-        in run_ranks(refusal, 1, dataclasses.replace(other, overwrite=True, tokenizer=own))[0]
+        in run_ranks(rejection, 1, dataclasses.replace(other, overwrite=True, tokenizer=own))[0]
     )
     assert len(run_losses(1, dataclasses.replace(other, overwrite=True))) == 2
     summary = tmp_path / "run" / "summary.json"
@@ -74,7 +76,7 @@ def opened(rank, world_size, config, begins_from=None):
     from infcl.parallel import init_parallel
 
     parallel = init_parallel("cpu")
-    return refused(lambda: claim_run_folder(config, parallel).open(config, "{}", parallel, begins_from))
+    return rejected(lambda: claim_run_folder(config, parallel).open(config, "{}", parallel, begins_from))
 
 
 def claimed(rank, world_size, config) -> tuple[bool, bool]:
@@ -106,8 +108,8 @@ def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
     assert run_ranks(opened, 1, config) == [None]
     holder = json.loads(running.read_text())["pid"]
     for overwrite in (False, True):
-        refused = run_ranks(opened, 2, dataclasses.replace(config, overwrite=overwrite))
-        assert f"is being trained by process {holder} of this host" in refused[0] and refused[0] == refused[1]
+        rejected = run_ranks(opened, 2, dataclasses.replace(config, overwrite=overwrite))
+        assert f"is being trained by process {holder} of this host" in rejected[0] and rejected[0] == rejected[1]
     assert run_ranks(opened, 1, config) == [None]  # the same process again
     process = subprocess.Popen(["sleep", "60"])
     gone = {"host": socket.gethostname(), "pid": process.pid, "created": psutil.Process(process.pid).create_time()}

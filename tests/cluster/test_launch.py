@@ -1,4 +1,4 @@
-"""The launch scripts as far as a shell can tell: what they run, what they refuse, when a run is queued again."""
+"""The launch scripts as far as a shell can tell: what they run, what they reject, when a run is queued again."""
 
 import re
 import shlex
@@ -63,16 +63,16 @@ def test_slurm_queues_a_run_with_a_new_checkpoint_again_however_often_it_did(tmp
 def test_slurm_gives_up_after_so_many_failures_without_a_new_checkpoint(tmp_path, code):
     """Also when the time that is left for a start is too short (138); another job counts for itself."""
 
-    def told(program: str) -> str:
+    def reported(program: str) -> str:
         result = slurm(tmp_path, program, *FLAGS, SLURM_RESTART_COUNT="50", MAX_RESTARTS="2")
         assert ("scontrol requeue 7" in result.stdout) == (result.returncode == 0) == ("queued again" in result.stdout)
         assert result.stderr == ""
         return result.stdout.partition("; queued again")[2].splitlines()[0] if result.returncode == 0 else "given up"
 
     fails = f"exit {code}\n"
-    assert [told(fails), told(SAVES + fails), told(fails)] == [", restart 1 of 2", "", ", restart 1 of 2"]
+    assert [reported(fails), reported(SAVES + fails), reported(fails)] == [", restart 1 of 2", "", ", restart 1 of 2"]
     (tmp_path / "logs" / "first.failures").write_text("6 2\n")
-    assert [told(fails) for _ in range(3)] == [", restart 1 of 2", ", restart 2 of 2", "given up"]
+    assert [reported(fails) for _ in range(3)] == [", restart 1 of 2", ", restart 2 of 2", "given up"]
     assert not (tmp_path / "logs" / "first.failures").exists()
 
 
@@ -177,8 +177,8 @@ def test_slurm_reads_the_folder_as_the_program_does(tmp_path, form):
 
 
 def test_what_starts_a_run_again_does_not_overwrite_it(tmp_path):
-    refused = slurm(tmp_path, "echo started\n", *FLAGS, "--overwrite")
-    assert refused.returncode == 2 and "from scratch after each requeue" in refused.stderr and not refused.stdout
+    rejected = slurm(tmp_path, "echo started\n", *FLAGS, "--overwrite")
+    assert rejected.returncode == 2 and "from scratch after each requeue" in rejected.stderr and not rejected.stdout
     supervised = run("supervise.sh", str(tmp_path), "echo", "--overwrite", tmp_path=tmp_path, programs={})
     assert supervised.returncode == 2 and "from scratch at each restart" in supervised.stderr and not supervised.stdout
 

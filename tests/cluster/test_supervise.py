@@ -1,4 +1,4 @@
-"""launch/supervise.sh: on which hosts it starts a run again, when it ends, what it refuses."""
+"""launch/supervise.sh: on which hosts it starts a run again, when it ends, what it rejects."""
 
 import os
 import shlex
@@ -100,7 +100,7 @@ def test_supervise_ends_with_a_usage_error_in_hosts_or_minimum_and_starts_nothin
 
 
 @pytest.mark.parametrize(
-    ("run_folder", "flags", "refused"),
+    ("run_folder", "flags", "rejected"),
     [
         ("logs/first", ["--logs", "logs"], True),
         ("logs/first", [], True),
@@ -108,7 +108,7 @@ def test_supervise_ends_with_a_usage_error_in_hosts_or_minimum_and_starts_nothin
         ("logs/first", ["--logs", "logs", "--logs={}/logs"], False),
     ],
 )
-def test_supervise_rejects_a_run_folder_that_its_launch_script_does_not_write_to(tmp_path, run_folder, flags, refused):
+def test_supervise_rejects_a_run_folder_that_its_launch_script_does_not_write_to(tmp_path, run_folder, flags, rejected):
     """The script goes to the repository; summary.json was looked for where nothing came."""
     where = tmp_path / "elsewhere"
     (where / "logs" / "first").mkdir(parents=True)
@@ -120,8 +120,8 @@ def test_supervise_rejects_a_run_folder_that_its_launch_script_does_not_write_to
     command = ["supervise.sh", run_folder.format(there), "bash", tmp_path / "launch" / "local.sh", *flags]
     programs = {"deepspeed": "true\n"}
     result = run(*command, tmp_path=tmp_path, programs=programs, where=where)
-    assert result.returncode == (2 if refused else 0), result.stderr
-    assert ("give both in full, or start there" in result.stderr) == refused
+    assert result.returncode == (2 if rejected else 0), result.stderr
+    assert ("give both in full, or start there" in result.stderr) == rejected
     assert (
         run("supervise.sh", "logs/first", "bash", "launch/local.sh", tmp_path=tmp_path, programs=programs).returncode
         == 0

@@ -38,17 +38,17 @@ def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_torchrun_that_is_signalled_to_end_forwards_it_to_its_ranks_and_has_the_signals_code(tmp_path, number):
     """SIGUSR1, as launch/supervise.sh passes it on, ended torchrun alone and left the ranks behind."""
-    program, started, told = tmp_path / "program.py", tmp_path / "started", tmp_path / "told"
+    program, started, printed = tmp_path / "program.py", tmp_path / "started", tmp_path / "printed"
     program.write_text(
         "import pathlib, signal, sys, time\n"
-        f"signal.signal({number:d}, lambda *_: (pathlib.Path({str(told)!r}).touch(), sys.exit(1)))\n"
+        f"signal.signal({number:d}, lambda *_: (pathlib.Path({str(printed)!r}).touch(), sys.exit(1)))\n"
         f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "1", "--", program]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         wait_until(started.exists, 60, "its rank did not start", process)
         process.send_signal(number)
-        assert process.wait(60) == 128 + number and told.exists()
+        assert process.wait(60) == 128 + number and printed.exists()
 
 
 def test_without_a_gpu_torchrun_starts_one_rank(tmp_path):

@@ -160,9 +160,9 @@ def test_a_wrong_flag_is_rejected_with_the_value_and_the_fix(flags, message):
     ],
 )
 def test_a_password_in_a_url_is_rejected_and_not_printed(url):
-    with pytest.raises(ValueError, match="--train-data holds a password or token") as refused:
+    with pytest.raises(ValueError, match="--train-data holds a password or token") as rejected:
         parse_args(["--train-data", url, "--tokenizer", "x"])
-    assert "hunter2" not in str(refused.value)
+    assert "hunter2" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_password_in_a_url_is_rejected_and_not_printed(url):
         "pipe:curl -s --user-agent a:b https://host/0.tar",
     ],
 )
-def test_a_url_without_a_password_is_not_refused(url):
+def test_a_url_without_a_password_is_not_rejected(url):
     assert not _PASSWORD.search(url)
 
 
@@ -276,17 +276,19 @@ def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
 
 
 def test_a_micro_batch_that_becomes_smaller_than_asked_is_reported_with_a_batch_that_fills_it():
-    def told(global_batch, batch_size, parts=1):
+    def printed(global_batch, batch_size, parts=1):
         config = parse_args([*SYNTHETIC, "--global-batch-size", str(global_batch), "--batch-size", str(batch_size)])
         config = dataclasses.replace(config, tensor_parallel_size=parts)
         return BatchPlan.of(config, 8).smaller_than_asked(config)
 
-    message = told(8 * 101, 50)
+    message = printed(8 * 101, 50)
     assert "micro-batches of 1, not --batch-size 50" in message and "multiple of 400" in message
-    assert told(400, 50) is None and told(800, 50) is None and told(8, 50) is None  # the last: a share below 50
-    message = told(8 * 60, 30, parts=4)
+    assert (
+        printed(400, 50) is None and printed(800, 50) is None and printed(8, 50) is None
+    )  # the last: a share below 50
+    message = printed(8 * 60, 30, parts=4)
     assert "of 20, not --batch-size 30" in message and "4 tensor-parallel ranks" in message and "of 224" in message
-    assert told(8 * 56, 30, parts=4) is None
+    assert printed(8 * 56, 30, parts=4) is None
 
 
 def test_patterns_are_left_to_the_data_layer():

@@ -70,7 +70,7 @@ def test_more_draws_leave_the_first_ones_as_they_were():
     assert TRANSFORM_DRAWS == 25 + JITTER_DRAWS
 
 
-def test_impossible_jitter_is_refused():
+def test_impossible_jitter_is_rejected():
     for amounts in [(0.4,), (0.4, 0.4, 0.4, 0.6), (-1, 0, 0, 0)]:
         with pytest.raises(ValueError, match="color_jitter"):
             TrainTransform(16, color_jitter=amounts, color_jitter_prob=1.0)

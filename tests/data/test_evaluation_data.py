@@ -85,7 +85,7 @@ def test_a_caption_list_that_is_no_utf8_is_named(tmp_path):
         caption_list(tmp_path / "c.jsonl")
 
 
-def test_data_that_is_not_there_is_refused_at_once(tmp_path):
+def test_data_that_is_not_there_is_rejected_at_once(tmp_path):
     (tmp_path / "empty" / "sub").mkdir(parents=True)
     for data, message in (
         (tmp_path / "none.jsonl", "No such file"),

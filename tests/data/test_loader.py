@@ -170,7 +170,7 @@ def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, token
     assert len(set(first)) == len(set(second)) == 12 and set(first) != set(second)
 
 
-def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer):
+def test_a_wrong_position_or_state_is_rejected_with_both_values(shards, tokenizer):
     loader = step_loader(shards, tokenizer)
     with pytest.raises(ValueError, match="no step 8 in epoch 0: an epoch has 8 steps"):
         loader.set_position(0, 8)
@@ -185,7 +185,7 @@ def test_a_wrong_position_or_state_is_refused_with_both_values(shards, tokenizer
         step_loader(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
 
 
-def test_workers_that_would_overflow_shared_memory_are_refused(shards, tokenizer, monkeypatch):
+def test_workers_that_would_overflow_shared_memory_are_rejected(shards, tokenizer, monkeypatch):
     with pytest.raises(ValueError, match="4 workers x 4 micro-batches of .* MiB are free: use fewer --workers"):
         step_loader(shards, tokenizer, image_size=10**6, workers=4)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
@@ -217,7 +217,7 @@ def test_workers_that_cannot_have_their_files_or_processes_end_the_run_in_one_li
     step_loader(shards, tokenizer)
 
 
-def test_workers_whose_sockets_would_have_too_long_a_path_are_refused(shards, tokenizer, monkeypatch):
+def test_workers_whose_sockets_would_have_too_long_a_path_are_rejected(shards, tokenizer, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "t")
     with pytest.raises(ValueError, match="at most 75 bytes; /t+ has 76: set TMPDIR"):
         step_loader(shards, tokenizer, workers=1)
@@ -425,7 +425,7 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "printed"),
     [
         ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that", "signal: Bus error. It is"),
         ("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details", "unexpectedly with exit code 3."),
@@ -434,8 +434,8 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
         ("a worker (pid 12) is killed by signal: Killed.", None),
     ],
 )
-def test_a_worker_s_death_is_known_by_torch_s_words(words, told):
+def test_a_worker_s_death_is_known_by_torch_s_words(words, printed):
     said = describe_death(RuntimeError(words), 3, [900.0, 850.4])
-    assert (said is None) == (told is None)
+    assert (said is None) == (printed is None)
     if said:
-        assert told in said and "loader of rank 3" in said and "held 1,750 MB" in said and "fewer --workers" in said
+        assert printed in said and "loader of rank 3" in said and "held 1,750 MB" in said and "fewer --workers" in said

@@ -102,11 +102,11 @@ def test_the_first_frame_of_an_animation_is_taken(format):
         (encode(Image.new("F", (20, 20)), "TIFF"), "unsupported_image_mode"),
     ],
 )
-def test_unusable_images_are_refused_with_their_cause(data, cause):
+def test_unusable_images_are_rejected_with_their_cause(data, cause):
     assert cause_of(decode_image, data) == cause
 
 
-def test_every_truncation_of_a_jpeg_is_refused_or_decodes_in_full():
+def test_every_truncation_of_a_jpeg_is_rejected_or_decodes_in_full():
     data = encode(picture(0, 48, 48), "JPEG")
     for size in range(0, len(data) - 2, 37):
         assert cause_of(decode_image, data[:size])
@@ -146,7 +146,7 @@ def test_exif_that_cannot_be_read_is_ignored():
         assert decode_image(data[: at + 6] + b"\xff" * cut + data[at + 6 + cut :]).shape == (16, 32, 3)
 
 
-def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
+def test_a_jpeg_of_very_many_scans_is_rejected_before_it_is_decoded():
     data = encode(picture(4, 64, 64), "JPEG", progressive=True)
     begin = data.rindex(b"\xff\xda")
     assert decode_image(data).shape == (64, 64, 3)
@@ -207,7 +207,7 @@ def test_captions_come_from_the_text_then_from_json():
         (None, b"\xff\xfe", "bad_json"),
     ],
 )
-def test_unusable_captions_are_refused_with_their_cause(text, metadata, cause):
+def test_unusable_captions_are_rejected_with_their_cause(text, metadata, cause):
     assert cause_of(decode_caption, record(text=text, metadata=metadata)) == cause
 
 
@@ -272,7 +272,7 @@ def test_flipping_is_off_unless_asked_for():
         ({"color_jitter": 0.4, "color_jitter_prob": 1}, "color_jitter 0.4: (brightness, contrast, saturation, hue)"),
     ],
 )
-def test_impossible_augmentation_is_refused(options, message):
+def test_impossible_augmentation_is_rejected(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         TrainTransform(16, **options)
 

@@ -34,7 +34,7 @@ def test_braces_lists_globs_and_folders_name_the_same_shards(tmp_path):
     assert expand_shards("pipe:cat x{0..1}.tar", allow_pipe=True) == ["pipe:cat x0.tar", "pipe:cat x1.tar"]
 
 
-def test_a_shard_that_is_named_twice_is_refused(tmp_path):
+def test_a_shard_that_is_named_twice_is_rejected(tmp_path):
     folder = str(tmp_path / "s")
     write_shards(tmp_path / "s", [2, 2, 2])
     with pytest.raises(ValueError, match="1 of 3 shards are listed more than once: .*00001.tar: their samples"):
@@ -131,7 +131,7 @@ def test_of_several_alternatives_the_one_named_first_is_read_wherever_it_lies(tm
         assert (record.image, record.text) == (streamed.image, streamed.text) == expected
 
 
-def test_an_empty_tar_is_fine_and_a_compressed_one_is_refused(tmp_path):
+def test_an_empty_tar_is_fine_and_a_compressed_one_is_rejected(tmp_path):
     index = scan_shard(str(write_tar(tmp_path / "x.tar", [])), KEYS)
     assert len(index.members) == 0 and index.damage is None
     (tmp_path / "z.tar").write_bytes(gzip.compress((tmp_path / "x.tar").read_bytes()))

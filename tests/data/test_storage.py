@@ -180,7 +180,7 @@ def test_pipes_are_spooled_and_their_exit_status_counts(tmp_path, options):
     assert len([name for name in os.listdir(options.cache) if name.endswith(".tar")]) == 2
 
 
-def test_shards_that_do_not_fit_in_the_spool_are_refused_by_the_indexed_reader(tmp_path, options):
+def test_shards_that_do_not_fit_in_the_spool_are_rejected_by_the_indexed_reader(tmp_path, options):
     folder = write_shards(tmp_path / "a", SIZES)
     small = replace(options, cache_bytes=30_000)
     with pytest.raises(ValueError, match="2 shards of .* GB cannot be read at random.*or use --dataset-type streaming"):

@@ -41,7 +41,7 @@ def test_a_table_is_read_by_row_number(table):
     assert reader.counts.tolist() == [7] and reader.found == {"index/bad_row": 1, "index/no_image": 1}
 
 
-def test_images_are_found_beside_the_table_though_its_first_is_gone_and_none_at_all_is_refused(table, tmp_path):
+def test_images_are_found_beside_the_table_though_its_first_is_gone_and_none_at_all_is_rejected(table, tmp_path):
     lines = table.read_text().replace("images/0.png", "images/gone as well.png")
     table.write_text(lines)
     assert TableReader(str(table)).read(np.array([4]))[0].image == encode(picture(4))

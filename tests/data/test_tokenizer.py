@@ -100,7 +100,7 @@ def test_a_tokenizer_pickles_without_its_file(model, tmp_path):
     assert (clone.context_length, clone.pad_id, clone.eos_id) == (12, PAD_ID, EOS_ID)
 
 
-def test_impossible_requests_are_refused(model, tmp_path):
+def test_impossible_requests_are_rejected(model, tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer of 5000 pieces.*they give at most \d+ \(--vocab-size"):
         train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000)
     with pytest.raises(ValueError, match=r"at most \d+ .*or --model-type bpe"):
@@ -120,7 +120,7 @@ def test_impossible_requests_are_refused(model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_with_other_special_ids_is_refused(tmp_path):
+def test_a_model_with_other_special_ids_is_rejected(tmp_path):
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
@@ -180,7 +180,7 @@ def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():
     assert torch.equal(clone(captions), tokenizer(captions)) and len(tokenizer._bpe.cache) < 100  # bounded
 
 
-def test_another_tokenizer_is_refused_on_resume(model, tmp_path):
+def test_another_tokenizer_is_rejected_on_resume(model, tmp_path):
     folder = write_shards(tmp_path / "a", [6])
     other = tmp_path / "other.model"
     train_tokenizer(CAPTIONS, other, 70)

@@ -17,7 +17,7 @@ from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_timm_optimizers
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import EPS, LR, worst_error
-from tests.lib.training import demo_config, refusal, run_losses
+from tests.lib.training import demo_config, rejection, run_losses
 
 FACTOR_FROM = 8  # the toy's matrices are 20 x 12, 8 x 20, 20 x 10
 timm_optim = import_timm_optimizers()
@@ -146,4 +146,4 @@ def test_a_run_with_it_resumes_bit_for_bit_and_moves_to_another_layout(demo_fold
     moved = dataclasses.replace(whole, logs=str(tmp_path / "moved"), resume=str(before), **layout)
     assert run_losses(1, moved) == pytest.approx(losses[3:], rel=tolerance)
     other = dataclasses.replace(whole, logs=str(tmp_path / "other"), resume=str(before), opt="adamw")
-    assert f"--opt {opt}, not adamw" in run_ranks(refusal, 2, other)[0]
+    assert f"--opt {opt}, not adamw" in run_ranks(rejection, 2, other)[0]

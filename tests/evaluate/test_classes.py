@@ -1,4 +1,4 @@
-"""Class files: labels, subsets and templates mean one thing each, and a wrong one is refused with its line."""
+"""Class files: labels, subsets and templates mean one thing each, and a wrong one is rejected with its line."""
 
 import pytest
 

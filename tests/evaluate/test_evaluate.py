@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from infcl.evaluate.retrieval import Features, retrieval_counts, retrieval_metrics
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
 
@@ -31,7 +31,7 @@ def batches_with_a_mistake(rank, world_size, place, others):
         for batch, real in in_step(own(), "filler", torch.distributed.group.WORLD, torch.device("cpu")):
             seen.append(batch if real else None)
 
-    return refused(go), seen
+    return rejected(go), seen
 
 
 @pytest.mark.parametrize(("place", "others"), [(0, 3), (2, 2), (3, 1)])

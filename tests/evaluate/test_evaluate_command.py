@@ -23,7 +23,7 @@ from infcl.models import CLIP
 from infcl.models.config import parse_model_config
 from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import import_open_clip
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.training import demo_config, fit
 
@@ -264,11 +264,11 @@ def test_the_pillow_path_has_open_clips_pixels_of_images_that_are_not_rgb(tmp_pa
     assert torch.equal(sample.image, (255 * theirs).round().to(torch.uint8))
 
 
-def refusal(rank, world_size, arguments):
+def rejection(rank, world_size, arguments):
     from infcl.evaluate.__main__ import _parser, evaluate
     from infcl.parallel import init_parallel
 
-    return refused(evaluate, _parser().parse_args(arguments), init_parallel("cpu"))
+    return rejected(evaluate, _parser().parse_args(arguments), init_parallel("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def refusal(rank, world_size, arguments):
         ("open_clip", ["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
     ],
 )
-def test_mistakes_are_refused_by_every_rank_alike(data, exports, checkpoint, more, message):
+def test_mistakes_are_rejected_by_every_rank_alike(data, exports, checkpoint, more, message):
     arguments = ["--task", "zeroshot", "--data", str(data / "labels"), "--checkpoint", str(exports / checkpoint)]
-    messages = run_ranks(refusal, 2, [*arguments, *more])
+    messages = run_ranks(rejection, 2, [*arguments, *more])
     assert message in messages[0] and messages[0] == messages[1]
 
 

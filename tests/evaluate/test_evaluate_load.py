@@ -1,4 +1,4 @@
-"""Which tokenizer an evaluation takes: sentencepiece, Hugging Face's files, or a refusal with the numbers."""
+"""Which tokenizer an evaluation takes: sentencepiece, Hugging Face's files, or a rejection with the numbers."""
 
 import shutil
 
@@ -34,7 +34,7 @@ def test_a_sentencepiece_model_is_found_in_its_folder_under_either_name(tokenize
         assert torch.equal(load_tokenizer(folder, small_config())(TEXTS), expected)
 
 
-def test_a_tokenizer_that_cannot_be_the_models_is_refused(tokenizer_model, tmp_path):
+def test_a_tokenizer_that_cannot_be_the_models_is_rejected(tokenizer_model, tmp_path):
     small = load_model_config("demo").with_tokenizer(vocab_size=299, context_length=20, eos_id=1, pad_id=0)
     with pytest.raises(ValueError, match="has 300 ids, the model 299 embeddings"):
         load_tokenizer(tokenizer_model, small)

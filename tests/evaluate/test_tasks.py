@@ -1,4 +1,4 @@
-"""Evaluations are refused before training where they could not be made, and read what training reads."""
+"""Evaluations are rejected before training where they could not be made, and read what training reads."""
 
 import json
 
@@ -10,7 +10,7 @@ from infcl.evaluate import tasks
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.models import load_model_config
 from infcl.train.build import Inputs, build_tasks
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 
 COMMON = {"tokenizer": lambda texts: None, "image_size": 8, "batch_size": 2}
@@ -36,7 +36,7 @@ def second_class_only(folder):
 
 
 @pytest.mark.parametrize("task", [RetrievalTask, ZeroShotTask])
-def test_a_set_without_a_usable_sample_is_refused_before_it_is_evaluated(tmp_path, task, one_rank):
+def test_a_set_without_a_usable_sample_is_rejected_before_it_is_evaluated(tmp_path, task, one_rank):
     (tmp_path / "classnames.txt").write_text("cat\ndog\n")
     (tmp_path / "templates.txt").write_text("a {}\n")
     options = COMMON | {f"{n}s": str(tmp_path / f"{n}s.txt") for n in ("classname", "template") if task is ZeroShotTask}
@@ -48,19 +48,19 @@ def test_a_set_without_a_usable_sample_is_refused_before_it_is_evaluated(tmp_pat
         task(shard(tmp_path / "bare", encode(picture(1)), json=b'{"label": "bird"}'), **options).check()
 
 
-def _refusal(rank, world_size, data):
+def _rejection(rank, world_size, data):
     """The message of a rank, and whether it read the data itself."""
     task = RetrievalTask(data, **COMMON)
     read, source = [], task.source
     task.source = lambda **options: read.append(rank) or source(**options)
-    return refused(task.check), read
+    return rejected(task.check), read
 
 
 def test_one_rank_tries_the_data_and_all_are_told(tmp_path):
     data = shard(tmp_path / "broken", b"<html>", txt=b"a cat")
-    (told, _), *others = results = run_ranks(_refusal, 3, data)
-    assert "broken: no image with a caption (not_an_image: 1)" in told
-    assert [read for _, read in results] == [[0], [], []] and all(other == told for other, _ in others)
+    (printed, _), *others = results = run_ranks(_rejection, 3, data)
+    assert "broken: no image with a caption (not_an_image: 1)" in printed
+    assert [read for _, read in results] == [[0], [], []] and all(other == printed for other, _ in others)
 
 
 def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatch, caplog):
@@ -94,7 +94,7 @@ def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatc
         late.check()
 
 
-def test_folders_of_no_class_are_refused_before_an_image_is_read(tmp_path):
+def test_folders_of_no_class_are_rejected_before_an_image_is_read(tmp_path):
     for name in ("classnames.txt", "templates.txt"):
         (tmp_path / name).write_text("cat {}\ndog {}\n")
     (tmp_path / "set" / "bird").mkdir(parents=True)

@@ -34,13 +34,13 @@ def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**1
     for workspace_bytes in workspaces:
         for masked in (True, False):
             bounds = {"masked": masked, "workspace_bytes": workspace_bytes}
-            truth = torch_tile.softmax_forward(*wide, **bounds)
+            reference = torch_tile.softmax_forward(*wide, **bounds)
             result = tile.softmax_forward(row_features, column_features, scale, **bounds)
-            for value, expected in zip(result, truth):
+            for value, expected in zip(result, reference):
                 if expected is not None:
                     assert value.dtype == torch.float32 and value.shape == expected.shape
                     torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=3e-5)
-            whole = truth if not masked else torch_tile.softmax_forward(*wide, masked=False, workspace_bytes=2**22)
+            whole = reference if not masked else torch_tile.softmax_forward(*wide, masked=False, workspace_bytes=2**22)
             shift = 0.5 if masked else 12.0  # as of a larger, or much larger, batch
             row_lse, col_lse = whole[0] + shift, whole[1] + shift
             expected = [torch.zeros_like(x) for x in wide]
@@ -64,9 +64,9 @@ def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**1
                 error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
                 assert error < tolerance, ("rows alone", rows, columns, dim, kind, scale, dtype, bounds, error)
 
-            truth = torch_tile.sigmoid_forward(*wide, bias.double(), **bounds)
+            reference = torch_tile.sigmoid_forward(*wide, bias.double(), **bounds)
             result = tile.sigmoid_forward(row_features, column_features, scale, bias, **bounds)
-            torch.testing.assert_close(result.double(), truth, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(result.double(), reference, rtol=1e-5, atol=1e-4)
             expected = [torch.zeros_like(x) for x in wide]
             sums = torch_tile.sigmoid_gradients(*wide, bias.double(), *expected, **bounds)
             value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
@@ -156,13 +156,13 @@ def check_whole_loss(device):
     for name in ("inf_cl", "siglip"):
         for kind in ("random", "aligned"):
             case = Case(name, 70, 40, 50.0, kind, bias=-5.0)
-            truth = oracle(case)
+            reference = oracle(case)
             result = evaluate(case, device=device, tile="triton", workspace_bytes=2**20)
             assert result.loss >= 0
             for field in ("loss", "d_images", "d_texts", "d_scale", "d_bias"):
                 # Logits near 50 are good to 4e-6, and so are probabilities: errors relative to the largest value.
                 floor = case.scale / case.rows**0.5 if field in ("d_images", "d_texts") else 1.0
-                error = relative_error(getattr(result, field), getattr(truth, field), floor)
+                error = relative_error(getattr(result, field), getattr(reference, field), floor)
                 assert error < 1e-5, (case, field, error)
 
 
@@ -170,10 +170,10 @@ def check_tails_are_precise(device):
     """Losses next to nothing, relative to themselves: pairs told apart, and SigLIP's far below its bias."""
     for name, kind, bias in (("inf_cl", "apart", 0.0), ("siglip", "aligned", -30.0), ("siglip", "aligned", -45.0)):
         case = Case(name, 40, 256, 100.0, kind, bias=bias)
-        truth, result = oracle(case), evaluate(case, device=device, tile="triton", workspace_bytes=2**20)
-        assert 0 < truth.loss < 1e-2
-        assert relative_error(result.loss, truth.loss) < 1e-3, (case, result.loss, truth.loss)
-        assert relative_error(result.d_images, truth.d_images) < 1e-3, case
+        reference, result = oracle(case), evaluate(case, device=device, tile="triton", workspace_bytes=2**20)
+        assert 0 < reference.loss < 1e-2
+        assert relative_error(result.loss, reference.loss) < 1e-3, (case, result.loss, reference.loss)
+        assert relative_error(result.d_images, reference.d_images) < 1e-3, case
 
 
 def check_gradients_of_sixteen_bit_features(device):
@@ -183,8 +183,8 @@ def check_gradients_of_sixteen_bit_features(device):
             images, texts = (side.to(device).requires_grad_() for side in features(kind, 150, 100, dtype))
             loss = inf_cl_loss(images, texts, 100.0, tile="triton", workspace_bytes=2**16)
             value = torch.autograd.grad(2.0**16 * loss, (images, texts))
-            truth = oracle(Case("inf_cl", 150, 100, 100.0, kind, dtype))
-            for gradient, true in zip(value, (truth.d_images, truth.d_texts)):
+            reference = oracle(Case("inf_cl", 150, 100, 100.0, kind, dtype))
+            for gradient, true in zip(value, (reference.d_images, reference.d_texts)):
                 error = relative_error(gradient.cpu().double() / 2**16, true)
                 assert error < 2e-3, (dtype, kind, error)
 
@@ -201,8 +201,8 @@ def check_other_losses(device):
         nt_xent = nt_xent_loss(q, d, 30.0, tile=tile, workspace_bytes=2**14)
         gradients = [*torch.autograd.grad(info_nce, (q, d)), *torch.autograd.grad(nt_xent, (q, d))]
         results.append([info_nce.detach(), nt_xent.detach(), *gradients])
-    for truth, value in zip(*results):
-        assert relative_error(value.cpu(), truth) < 2e-5
+    for reference, value in zip(*results):
+        assert relative_error(value.cpu(), reference) < 2e-5
 
 
 def _check_ids(device, rows, dim, dtype, workspace_bytes, kind="random"):
@@ -227,8 +227,8 @@ def _check_ids(device, rows, dim, dtype, workspace_bytes, kind="random"):
                 info_nce_loss(*leaves[:2], documents.to(where), leaves[2], document_ids=own[0], **options),
             ]
             results.append([(loss.detach(), *torch.autograd.grad(loss, leaves)) for loss in losses])
-        for number, (truth, value) in enumerate(zip(*results)):
-            for k, (expected, got) in enumerate(zip(truth, value)):
+        for number, (reference, value) in enumerate(zip(*results)):
+            for k, (expected, got) in enumerate(zip(reference, value)):
                 error = relative_error(got.cpu(), expected, floor=1e-2 if kind == "random" else 1.0)  # else it cancels
                 bound = tolerance if k in (1, 2) else 2e-5
                 assert error < bound, (mode, number, k, rows, dim, dtype, kind, error)
@@ -305,15 +305,15 @@ def test_low_precision_gradients_are_as_good_as_the_dense_ones(kind):
     """
     scale = 100.0 if kind == "training" else 50.0
     case = Case("inf_cl", 4096, 768, scale, kind, torch.bfloat16, workspace_bytes=2**28)
-    truth, result = oracle(case), evaluate(case, device="cuda")
+    reference, result = oracle(case), evaluate(case, device="cuda")
     dense = evaluate(case._replace(name="clip"), device="cuda")
     for field in ("d_images", "d_texts"):
-        value, peer, expected = (getattr(evaluation, field) for evaluation in (result, dense, truth))
+        value, peer, expected = (getattr(evaluation, field) for evaluation in (result, dense, reference))
         floor = case.scale / case.rows**0.5
         assert relative_error(value, expected, floor) <= 1.1 * relative_error(peer, expected, floor) + 1e-4
         assert kind not in ("random", "training") or relative_error(value, expected) < 2e-3
     floor = 0.0 if kind in ("random", "training") else 1.0  # of the others the gradient vanishes
-    assert relative_error(result.d_scale, truth.d_scale, floor) < 1e-4
+    assert relative_error(result.d_scale, reference.d_scale, floor) < 1e-4
 
 
 @pytest.mark.gpu
@@ -347,11 +347,11 @@ def test_tf32_products_bias_no_gradient_on_a_gpu(name, kind, scale):
     """Against float64 of the features rounded to tf32; of random ones as they are, too, where little cancels."""
     case = Case(name, 4096, 768, scale, kind, bias=-5.0, workspace_bytes=2**28)
     result = evaluate(case, device="cuda", tile_dtype="tf32")
-    for truth in (oracle(case, rounded_to_tf32), *[oracle(case)] * (kind == "random")):
-        assert relative_error(result.loss, truth.loss) < 1e-4
-        assert relative_error(result.d_scale, truth.d_scale) < 1e-4
+    for reference in (oracle(case, rounded_to_tf32), *[oracle(case)] * (kind == "random")):
+        assert relative_error(result.loss, reference.loss) < 1e-4
+        assert relative_error(result.d_scale, reference.d_scale) < 1e-4
         for field in ("d_images", "d_texts"):
-            assert relative_error(getattr(result, field), getattr(truth, field)) < 2e-3
+            assert relative_error(getattr(result, field), getattr(reference, field)) < 2e-3
 
 
 @pytest.mark.gpu

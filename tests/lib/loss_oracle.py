@@ -116,6 +116,6 @@ def averaged(per_rank: Sequence[Evaluation]) -> Evaluation:
     return Evaluation(*means_over_ranks(per_rank))
 
 
-def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """Return ||value - truth|| / max(||truth||, floor)."""
-    return float((value.double() - truth).norm() / truth.norm().clamp(min=max(floor, 1e-300)))
+def relative_error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Return ||value - reference|| / max(||reference||, floor)."""
+    return float((value.double() - reference).norm() / reference.norm().clamp(min=max(floor, 1e-300)))

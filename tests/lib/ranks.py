@@ -41,7 +41,7 @@ def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs
     return _pools[world_size].run(function, args, kwargs, timeout)
 
 
-def refused(function, *args, **kwargs) -> str | None:
+def rejected(function, *args, **kwargs) -> str | None:
     """Return the message of the ValueError that function(*args, **kwargs) raises on a rank, or None."""
     try:
         function(*args, **kwargs)

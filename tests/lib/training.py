@@ -7,7 +7,7 @@ from unittest import mock
 from infcl.config import TrainConfig
 from infcl.report import read_metrics
 from tests.lib.checkout import GOLDEN_MODEL
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.tensor_parallel import layout as tensor_parallel_layout
 
 
@@ -80,9 +80,9 @@ def run_losses(world_size, *arguments, **options) -> list[float]:
     return [losses[step] for step in sorted(losses)]
 
 
-def refusal(rank, world_size, config) -> str | None:
+def rejection(rank, world_size, config) -> str | None:
     """Train and return the message of the ValueError that ended it, or None."""
-    return refused(fit, rank, world_size, config)
+    return rejected(fit, rank, world_size, config)
 
 
 def said(rank, world_size, config) -> str:

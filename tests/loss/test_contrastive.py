@@ -12,7 +12,7 @@ from infcl.loss.contrastive import LOSSES, ContrastiveLoss
 from infcl.loss.gradients import add_rows
 from infcl.loss.ring import RingExchange
 from tests.lib.loss_oracle import Case, features, oracle, relative_error
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -67,7 +67,7 @@ def _fixed_shape(rank, world_size, name):
     """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what a later shape says)"""
     with counted_comparisons() as compared:
         fixed = ContrastiveLoss(name, group=dist.group.WORLD, fixed_shape=True)
-        unequal = refused(fixed, *features("random", 4 + rank, 24), 10.0, -3.0)
+        unequal = rejected(fixed, *features("random", 4 + rank, 24), 10.0, -3.0)
         compared.reset_mock()
         losses = []
         for seed in range(3):
@@ -76,7 +76,7 @@ def _fixed_shape(rank, world_size, name):
                 [loss(*pairs, 10.0, -3.0).item() for loss in (fixed, ContrastiveLoss(name, group=dist.group.WORLD))]
             )
         own = compared.call_count - 3  # without those of the loss that always compares
-        later = refused(fixed, *features("random", 6, 24), 10.0, -3.0) if rank == 1 else None
+        later = rejected(fixed, *features("random", 6, 24), 10.0, -3.0) if rank == 1 else None
         return unequal, losses, own, later
 
 
@@ -121,7 +121,7 @@ def test_no_tiled_loss_compares_ranks_with_compare_ranks_false():
 def _disagreeing(rank, world_size):
     """Messages where rank 1 wants another precision."""
     pairs, dtypes = features("random", 4, 8), ("fp16", "tf32") if rank == 1 else ("bf16", "fp32")
-    return [refused(inf_cl_loss, *pairs, 1.0, group=dist.group.WORLD, tile_dtype=dtype) for dtype in dtypes]
+    return [rejected(inf_cl_loss, *pairs, 1.0, group=dist.group.WORLD, tile_dtype=dtype) for dtype in dtypes]
 
 
 def test_ranks_with_different_matmul_precisions_are_rejected():

@@ -12,7 +12,7 @@ from torch import nn
 from infcl import InfCLLoss, SigLipLoss, inf_cl_loss
 from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_open_clip
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 
 
 class _TwoTowers(nn.Module):
@@ -124,14 +124,14 @@ def _siglip(rank, world_size):
     return loss.detach(), torch.autograd.grad(loss, (*own, scale, bias))
 
 
-def _refusals(rank, world_size):
+def _rejections(rank, world_size):
     arguments = [
         {"rank": rank, "world_size": 2},
         {"local_loss": True, "rank": rank, "world_size": 2},
         {"local_loss": True, "gather_with_grad": True, "rank": 1 - rank, "world_size": 2},
         {"local_loss": True, "gather_with_grad": True, "rank": rank, "world_size": 4},
     ]
-    messages = [refused(InfCLLoss, **options) for options in arguments]
+    messages = [rejected(InfCLLoss, **options) for options in arguments]
     accepted = InfCLLoss(False, True, True, rank, world_size)  # open_clip's order
     features = torch.nn.functional.normalize(
         torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank)), dim=-1
@@ -143,7 +143,7 @@ def _refusals(rank, world_size):
 
 
 def test_contradictory_arguments_are_rejected_with_the_numbers():
-    for rank, messages in enumerate(run_ranks(_refusals, 2)):
+    for rank, messages in enumerate(run_ranks(_rejections, 2)):
         assert all("world_size 2 with gather_with_grad=False" in message for message in messages[:2])
         assert f"rank {1 - rank}, world_size 2: the process group says {rank}, 2" in messages[2]
         assert f"rank {rank}, world_size 4: the process group says {rank}, 2" in messages[3]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from infcl import InfCLLoss, SigLipLoss, inf_cl_loss, info_nce_loss, siglip_loss
 from tests.lib.loss_oracle import means_over_ranks, relative_error
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 
 MODES = ("mask", "positive")
 
@@ -181,8 +181,8 @@ def _unequal_modes(rank, world_size):
     features, options = torch.eye(5, 8), {"group": dist.group.WORLD, "image_ids": torch.arange(5)}
     texts = {"text_ids": torch.arange(5)} if rank == 1 else {}
     return [
-        refused(inf_cl_loss, features, features, 1.0, duplicates="mask", **options, **texts),
-        refused(inf_cl_loss, features, features, 1.0, duplicates=MODES[rank], **options),
+        rejected(inf_cl_loss, features, features, 1.0, duplicates="mask", **options, **texts),
+        rejected(inf_cl_loss, features, features, 1.0, duplicates=MODES[rank], **options),
     ]
 
 

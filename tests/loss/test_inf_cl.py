@@ -13,7 +13,7 @@ from infcl.kernels import select_tile
 from infcl.loss.inf_cl import Kind, cross_entropies, ring_backward, ring_forward
 from infcl.loss.ring import RingExchange
 from tests.lib.loss_oracle import FEATURES, Case, averaged, evaluate, evaluate_on_rank, features, oracle, relative_error
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 
 ROWS_PER_RANK = {1: 37, 2: 17, 3: 11, 4: 9}
 GRADIENTS = ("d_images", "d_texts", "d_scale")
@@ -232,7 +232,7 @@ def _unequal_ranks(rank, world_size):
     halves = torch.float16 if rank == 1 else torch.bfloat16  # of as many bytes
     for rows, dtype in ((4 + rank, torch.float32), (4, torch.float64 if rank == 1 else torch.float32), (4, halves)):
         images, texts = features("random", rows, 8, dtype)
-        messages.append(refused(inf_cl_loss, images, texts, 1.0, group=dist.group.WORLD))
+        messages.append(rejected(inf_cl_loss, images, texts, 1.0, group=dist.group.WORLD))
     return messages
 
 
@@ -252,7 +252,7 @@ def _unequal_wishes(rank, world_size):
         "siglip": lambda: siglip_loss(images, texts, 1.0, 0.0, group=dist.group.WORLD),
         "info_nce": lambda: info_nce_loss(images, texts, torch.arange(4), 1.0, group=dist.group.WORLD),
     }
-    return {name: refused(loss) for name, loss in losses.items()}
+    return {name: rejected(loss) for name, loss in losses.items()}
 
 
 def test_a_gradient_that_not_all_ranks_need_is_rejected_on_every_rank():
@@ -263,7 +263,7 @@ def test_a_gradient_that_not_all_ranks_need_is_rejected_on_every_rank():
 
 
 def _missing_group(rank, world_size):
-    return refused(inf_cl_loss, *features("random", 4, 8), 1.0)
+    return rejected(inf_cl_loss, *features("random", 4, 8), 1.0)
 
 
 def test_the_loss_is_never_silently_local():

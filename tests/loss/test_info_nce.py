@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from infcl import info_nce_loss
 from tests.lib.loss_oracle import features, relative_error
 from tests.lib.pair_losses import INFO_NCE, assert_equal, evaluate, global_batch, reference
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 
 TOLERANCE = 1e-5
 CASE = INFO_NCE[1]
@@ -38,8 +38,8 @@ def test_the_loss_of_separated_documents_is_precise():
             loss = F.cross_entropy(scale * q @ d.T, positives)
         results.append((loss.detach(), *torch.autograd.grad(loss, (q, d, scale))))
     assert 0 < results[1][0] < 1e-4
-    for value, truth in zip(*results):
-        assert relative_error(value, truth) < 1e-3
+    for value, exact in zip(*results):
+        assert relative_error(value, exact) < 1e-3
 
 
 @pytest.mark.parametrize("dtype, tile_dtype", [(torch.float64, "fp32"), (torch.float32, "fp64")])
@@ -47,10 +47,10 @@ def test_products_of_another_width_than_the_features(dtype, tile_dtype):
     q, d, positives = global_batch(CASE, 1)
     q, d = q.to(dtype).requires_grad_(), d.to(dtype).requires_grad_()
     loss = info_nce_loss(q, d, positives[0], CASE.scale, tile_dtype=tile_dtype)
-    truth, d_queries, d_documents, _ = reference(CASE, 1)
+    expected_loss, d_queries, d_documents, _ = reference(CASE, 1)
     gradients = torch.autograd.grad(loss, (q, d))
     assert all(gradient.dtype == dtype for gradient in gradients)
-    for value, expected in zip((loss.detach(), *gradients), (truth, d_queries, d_documents)):
+    for value, expected in zip((loss.detach(), *gradients), (expected_loss, d_queries, d_documents)):
         assert relative_error(value, expected, floor=0.1) < 1e-5
 
 
@@ -68,7 +68,7 @@ def test_wrong_positives_are_rejected_with_the_numbers():
 
 def _one_misplaced(rank, world_size):
     positives = torch.tensor([0, 3 if rank == 1 else 2])
-    return refused(info_nce_loss, torch.ones(2, 8), torch.ones(3, 8), positives, 1.0, group=dist.group.WORLD)
+    return rejected(info_nce_loss, torch.ones(2, 8), torch.ones(3, 8), positives, 1.0, group=dist.group.WORLD)
 
 
 def test_a_positive_out_of_range_on_one_rank_is_rejected_on_every_rank():
@@ -80,10 +80,10 @@ def test_a_positive_out_of_range_on_one_rank_is_rejected_on_every_rank():
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
 def test_a_side_without_gradient_leaves_the_others_exact(wanted):
     q, d, positives = global_batch(CASE, 1)
-    truth = dict(zip("qds", reference(CASE, 1)[1:]))
+    exact = dict(zip("qds", reference(CASE, 1)[1:]))
     q.requires_grad_(wanted[0]), d.requires_grad_(wanted[1])
     scale = torch.tensor(float(CASE.scale), requires_grad=True)
     sides = {name: x for name, x in zip("qds", (q, d, scale)) if x.requires_grad}
     loss = info_nce_loss(q, d, positives[0], scale)
     for name, gradient in zip(sides, torch.autograd.grad(loss, list(sides.values()))):
-        assert relative_error(gradient, truth[name], floor=0.1) < 1e-5, name
+        assert relative_error(gradient, exact[name], floor=0.1) < 1e-5, name

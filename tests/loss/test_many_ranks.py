@@ -18,7 +18,7 @@ def evaluate_all(rank, world_size):
 
 def test_losses_of_32_ranks_average_to_the_float64_loss():
     for (case, options), *results in zip(CASES, *run_ranks(evaluate_all, WORLD_SIZE)):
-        truth, result = oracle(case), averaged(results)
-        for field, value, expected in zip(truth._fields, result, truth):
+        reference, result = oracle(case), averaged(results)
+        for field, value, expected in zip(reference._fields, result, reference):
             if field != "d_bias" or case.name == "siglip":
                 assert relative_error(value, expected, floor=1e-3) < 2e-5, (case, options, field)

@@ -1,4 +1,4 @@
-"""The ring moves what it is given, on any process group, and refuses unequal ranks with the numbers."""
+"""The ring moves what it is given, on any process group, and rejects unequal ranks with the numbers."""
 
 import os
 import re

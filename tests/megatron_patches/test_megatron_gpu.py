@@ -162,22 +162,22 @@ def test_twenty_steps_of_vit_l_14_follow_those_without_tensor_parallelism(tmp_pa
     runs = RUNS[precision]
     torch.multiprocessing.spawn(train_all, (free_port(), str(tmp_path), runs, {}), nprocs=RANKS)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
-    truth, truth_norms, *_ = results[0]["T=1"]
+    reference, reference_norms, *_ = results[0]["T=1"]
     alone = [results[0][name] for name in runs if "T=1, bf16" in name]
     for name in runs:
         losses, norms, _, off = results[0][name]
         assert min(losses) < losses[0] - 0.05, name
         if precision == "fp32":
-            assert losses == pytest.approx(truth, rel=1e-4, abs=5e-5), name
-            assert norms[:5] == pytest.approx(truth_norms[:5], rel=1e-2), name
+            assert losses == pytest.approx(reference, rel=1e-4, abs=5e-5), name
+            assert norms[:5] == pytest.approx(reference_norms[:5], rel=1e-2), name
             assert max(off) < 1e-2, (name, off)
         elif "T=2" in name:
             for distance, *of_alone in zip(off, *(one[3] for one in alone)):
                 assert distance < 1.25 * max(of_alone) < 0.1, (name, off, [one[3] for one in alone])
-            bound = 1.5 * max(apart(one[0], truth) for one in alone)
-            assert losses[:5] == pytest.approx(truth[:5], rel=3e-3), name
-            assert apart(losses, truth) < bound < 0.02, (name, apart(losses, truth), bound)
-            assert norms[:5] == pytest.approx(truth_norms[:5], rel=5e-2), name
+            bound = 1.5 * max(apart(one[0], reference) for one in alone)
+            assert losses[:5] == pytest.approx(reference[:5], rel=3e-3), name
+            assert apart(losses, reference) < bound < 0.02, (name, apart(losses, reference), bound)
+            assert norms[:5] == pytest.approx(reference_norms[:5], rel=5e-2), name
         for copy in range(0, RANKS, 2) if "T=2" in name else ():
             pair = results[copy][name][2], results[copy + 1][name][2]
             unequal = [key for key in pair[0] if pair[0][key] != pair[1][key]]
@@ -188,7 +188,7 @@ def test_twenty_steps_of_vit_l_14_follow_those_without_tensor_parallelism(tmp_pa
 def test_steps_of_large_micro_batches_follow_those_without_tensor_parallelism(tmp_path):
     torch.multiprocessing.spawn(train_all, (free_port(), str(tmp_path), LARGE_RUNS, LARGE), nprocs=RANKS)
     results = torch.load(tmp_path / "0.pt")
-    truth, truth_norms, *_ = results["T=1, bf16"]
+    reference, reference_norms, *_ = results["T=1, bf16"]
     for name, (losses, norms, *_) in results.items():
-        assert losses == pytest.approx(truth, rel=1e-2), name
-        assert norms == pytest.approx(truth_norms, rel=0.1), name
+        assert losses == pytest.approx(reference, rel=1e-2), name
+        assert norms == pytest.approx(reference_norms, rel=0.1), name

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.lib.megatron_stub import stub_training_package
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shown_commands import python_blocks
 from tests.lib.step_oracle import ToyCLIP, dense_loss, global_batch, worst_error
 from tests.lib.tensor_parallel import layout
@@ -248,14 +248,14 @@ def test_split_layers_draw_the_same_twice_and_then_go_on(graph_safe):
     assert run_ranks(draws_of_megatrons_generators, 1, graph_safe)[0] == expected
 
 
-def refusal(rank, world_size, config):
-    return refused(train_step, rank, world_size, 1, True, config=config)
+def rejection(rank, world_size, config):
+    return rejected(train_step, rank, world_size, 1, True, config=config)
 
 
 @pytest.mark.parametrize("config", [{"num_moe_experts": 4}, {"mtp_num_layers": 1}, {"cuda_graph_impl": "local"}])
 def test_what_only_megatrons_schedule_does_is_rejected(config):
     ((name, value),) = config.items()
-    assert f"{name} {value} is for Megatron's own schedule" in run_ranks(refusal, 1, config)[0]
+    assert f"{name} {value} is for Megatron's own schedule" in run_ranks(rejection, 1, config)[0]
 
 
 def test_an_unknown_loss_is_rejected_when_the_step_is_made():

@@ -5,7 +5,7 @@ import torch
 
 from infcl.loss.captions import captions_loss
 from infcl.loss.contrastive import LOSSES
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.tensor_parallel import LAYOUTS, layout
 
 ROWS, DIM, SCALE = 8, 12, 30.0
@@ -103,8 +103,8 @@ def test_captions_and_ids_are_shared_out_with_their_images():
         assert torch.allclose(got, expected.grad, rtol=1e-10, atol=1e-14)
 
 
-def refusals(rank, world_size, rows):
-    """What is refused of several calls on this rank; rows: (images, texts) of the data-parallel ranks in each call."""
+def rejections(rank, world_size, rows):
+    """What is rejected of several calls on this rank; rows: (images, texts) of the data-parallel ranks in each call."""
     from infcl.loss.contrastive import ContrastiveLoss
     from megatron_patches.loss import TensorParallelLoss
 
@@ -114,7 +114,7 @@ def refusals(rank, world_size, rows):
         loss = TensorParallelLoss(inner, parallel.tp_group)
         for call in rows:
             images, texts = (torch.ones(count, 4) for count in call[parallel.dp_rank])
-            raised.append(refused(loss, images, texts, torch.ones(1)))
+            raised.append(rejected(loss, images, texts, torch.ones(1)))
     return raised
 
 
@@ -129,6 +129,6 @@ def refusals(rank, world_size, rows):
     ],
 )
 def test_rows_that_cannot_be_shared_out_are_rejected_on_all_ranks_also_where_one_group_has_them(rows, message):
-    """A rank that refused them alone would leave the others in the ring. Then the ranks can continue."""
-    for wrong, right, wrong_of_a_fixed_shape, then_right in run_ranks(refusals, 4, [rows, [(4, 4)] * 2]):
+    """A rank that rejected them alone would leave the others in the ring. Then the ranks can continue."""
+    for wrong, right, wrong_of_a_fixed_shape, then_right in run_ranks(rejections, 4, [rows, [(4, 4)] * 2]):
         assert message in wrong and message in wrong_of_a_fixed_shape and right is then_right is None

@@ -1,4 +1,4 @@
-"""--tensor-parallel-size through the whole trainer: losses, resume under another T, what is left on disk, refusals."""
+"""--tensor-parallel-size through the whole trainer: losses, resume under another T, files on disk, rejections."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ from infcl.models import load_model_config
 from tests.lib import cluster_run
 from tests.lib.entry import ON_CPU, alone, command, launch, losses
 from tests.lib.hosts import Hosts
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.step_oracle import worst_error
-from tests.lib.training import demo_config, fit, refusal, run_losses
+from tests.lib.training import demo_config, fit, rejection, run_losses
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_over_nccl_two_tensor_parallel_ranks_follow_one_gpu(demo_folder, tmp_pat
         assert split == pytest.approx(curves[0], rel=2e-3)
 
 
-# ---- refusals ----
+# ---- rejections ----
 
 
 def warnings_of_hosts(rank, world_size, sizes):
@@ -219,21 +219,23 @@ def test_layers_that_hosts_share_are_warned_of_once(sizes, hosts):
     assert all("--tensor-parallel-size 2 shares layers between hosts" in one and hosts in one for one in first)
 
 
-def layout_refusal(rank, world_size, size):
+def layout_rejection(rank, world_size, size):
     from tests.lib.tensor_parallel import layout
 
-    return refused(layout, size)
+    return rejected(layout, size)
 
 
 def test_sizes_that_do_not_fit_are_rejected_with_the_numbers(demo_folder, tmp_path, model):
-    refused = run_ranks(layout_refusal, 2, 4)
-    assert "--tensor-parallel-size 4 does not divide the number of ranks, 2" in refused[0] and refused[0] == refused[1]
-    assert "deepspeed --num_gpus 4" in refused[0] and refused[0].endswith("or use --tensor-parallel-size 1 or 2")
+    rejected = run_ranks(layout_rejection, 2, 4)
+    assert (
+        "--tensor-parallel-size 4 does not divide the number of ranks, 2" in rejected[0] and rejected[0] == rejected[1]
+    )
+    assert "deepspeed --num_gpus 4" in rejected[0] and rejected[0].endswith("or use --tensor-parallel-size 1 or 2")
     heads = demo_config(demo_folder, tmp_path, tensor_parallel_size=2)
-    assert run_ranks(layout_refusal, 3, 2)[0].endswith("or use --tensor-parallel-size 1 or 3")
-    assert "the 3 heads of the image tower" in run_ranks(refusal, 2, heads)[0]
+    assert run_ranks(layout_rejection, 3, 2)[0].endswith("or use --tensor-parallel-size 1 or 3")
+    assert "the 3 heads of the image tower" in run_ranks(rejection, 2, heads)[0]
     locked = dataclasses.replace(heads, lock_image=True)
-    assert "the 3 heads of the image tower" in run_ranks(refusal, 2, locked)[0]
+    assert "the 3 heads of the image tower" in run_ranks(rejection, 2, locked)[0]
 
 
 @pytest.mark.parametrize(

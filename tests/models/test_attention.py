@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig
 from infcl.models.attention import BLOCK, LONGEST, SHORT, attend, choose_attention, fits, towers_with_kernel
 from infcl.models.attention import _towers as attention_towers
-from infcl.models.packing import caption_places, caption_spans, pack_captions, texts_for_model
+from infcl.models.packing import caption_positions, caption_spans, pack_captions, texts_for_model
 from infcl.train.compile import compile_blocks
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import end_ranks, run_ranks
@@ -63,13 +63,13 @@ def compare(qkv, seen, spans, longest, causal, bound) -> None:
     out = attend(qkv, seen, causal=causal, longest=longest)
     d_out = torch.randn_like(out)
     out.backward(d_out)
-    true_qkv, truth = qkv.detach().double().requires_grad_(), torch.zeros_like(out, dtype=torch.float64)
+    true_qkv, reference = qkv.detach().double().requires_grad_(), torch.zeros_like(out, dtype=torch.float64)
     for begin, length in spans:
         q, k, v = true_qkv.flatten(0, 1)[begin : begin + length].permute(1, 2, 0, 3)
         result = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
-        truth.view(-1, *truth.shape[2:])[begin : begin + length] = result
-    truth.backward(d_out.double())
-    forward = relative_error(out.detach(), truth.detach()) if truth.any() else float(out.detach().abs().max())
+        reference.view(-1, *reference.shape[2:])[begin : begin + length] = result
+    reference.backward(d_out.double())
+    forward = relative_error(out.detach(), reference.detach()) if reference.any() else float(out.detach().abs().max())
     assert forward < bound, (spans, causal, forward)
     backward = relative_error(qkv.grad, true_qkv.grad)
     assert backward < bound, (spans, causal, backward)
@@ -260,7 +260,7 @@ def test_spans_are_where_the_mask_has_captions():
         texts[torch.arange(count), ends] = 2
         rows, places = pack_captions(texts, cfg)
         positions, spans = caption_spans(rows, places)
-        expected, mask = caption_places(rows, places)
+        expected, mask = caption_positions(rows, places)
         assert torch.equal(positions, expected)
         assert len(spans) == max(2, count) and spans[count:].tolist() == [[0, 0]] * (2 - count)
         spans = spans[:count]
@@ -303,7 +303,7 @@ def test_where_no_tower_can_have_it_the_reasons_are_said(device, dtype, cfg, why
         choose_attention(model, "triton", torch.device(device), dtype)
     choose_attention(model, "auto", torch.device(device), dtype)
     choose_attention(model, "torch", torch.device("cuda"), HALF)
-    assert towers_with_kernel(model) == [] and model.caption_places is caption_places
+    assert towers_with_kernel(model) == [] and model.caption_positions is caption_positions
 
 
 def test_other_sequences_are_torchs():

@@ -13,11 +13,11 @@ from infcl.config import TrainConfig, resolve
 from infcl.models.clip import CLIP
 from infcl.models.config import TextConfig, load_model_config
 from infcl.models.packing import (
-    caption_places,
+    caption_positions,
     longer_when_packed,
     longest,
     pack_captions,
-    pooled_places,
+    pooled_positions,
     row_length,
     texts_for_model,
     why_unpackable,
@@ -75,7 +75,7 @@ def test_every_caption_lies_whole_in_one_row_and_nothing_else_does(cfg, lengths)
 @given(lengths=st.lists(st.integers(1, 13), max_size=40))
 def test_a_token_sees_its_own_caption_up_to_itself(lengths):
     rows, ends = pack_captions(captions(EOS, lengths), EOS)
-    position, mask = caption_places(rows, ends)
+    position, mask = caption_positions(rows, ends)
     caption = torch.full((rows.numel(),), -1)
     expected = torch.zeros(rows.numel(), dtype=torch.int64)
     for index, (length, end) in enumerate(zip(lengths, ends.tolist())):
@@ -96,7 +96,7 @@ def test_features_and_gradients_are_those_of_the_captions_one_by_one(cfg, checkp
     lengths = [1, 13, 13, 2, 7, 7, 7, 12, 3, 1, 9, 4, 6, 5, 11, 8, 2]
     texts, model = captions(cfg, lengths), model_of(cfg)
     model.transformer.activation_checkpointing = checkpointing
-    assert pooled_places(texts, cfg.pool_type, cfg.eos_id).tolist() == [length - 1 for length in lengths]
+    assert pooled_positions(texts, cfg.pool_type, cfg.eos_id).tolist() == [length - 1 for length in lengths]
     weights = torch.randn(len(lengths), model.cfg.embed_dim, dtype=torch.float64)
     found = []
     for given_texts in ({"texts": texts}, texts_for_model(cfg, pack=True)(texts)):
@@ -144,14 +144,14 @@ def test_packing_leaves_nothing_to_torchs_threads():
     assert set(called) <= {"aten::empty", "aten::view", "aten::detach", "aten::is_pinned"}
 
 
-def test_texts_that_are_too_long_are_refused():
+def test_texts_that_are_too_long_are_rejected():
     with pytest.raises(ValueError, match=r"\[4, 14\].*context_length 13"):
         texts_for_model(EOS, pack=True)(torch.ones(4, 14, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("cfg", [EOS, ARGMAX, dataclasses.replace(EOS, eos_id=0, pad_id=3)])
 def test_the_longest_captions_fill_their_places(cfg):
-    assert (pooled_places(longest(cfg, 5), cfg.pool_type, cfg.eos_id) == 12).all()
+    assert (pooled_positions(longest(cfg, 5), cfg.pool_type, cfg.eos_id) == 12).all()
     rows, _ = pack_captions(longest(cfg, 5), cfg)
     assert len(rows) == 3
 

@@ -51,5 +51,5 @@ def test_a_missing_hostfile_is_rejected(tmp_path, given):
     runner = [sys.executable, "-c", STARTS, "deepspeed", *launcher, *given]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(runner, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    refusal = "deepspeed was given --hostfile hosts, which does not exist"
-    assert done.returncode == 0 and (refusal in done.stdout) == ("2" not in given), done.stdout + done.stderr
+    rejection = "deepspeed was given --hostfile hosts, which does not exist"
+    assert done.returncode == 0 and (rejection in done.stdout) == ("2" not in given), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The planner's command line: what it prints, which flags and profiles it refuses, what it measures."""
+"""The planner's command line: what it prints, which flags and profiles it rejects, what it measures."""
 
 import csv
 import dataclasses
@@ -187,9 +187,9 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     monkeypatch.setattr(measure, "host_factor", lambda: 1.251)
     monkeypatch.setattr(measure, "copy_rate", lambda source, target: 55 if source.type == "cpu" else 390.0)
     assert main(["--measure", str(tmp_path / "gpu.json")]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert written["host_factor"] == 1.25 and f"{tmp_path / 'gpu.json'}: name Chip, memory_gib 80.0, " in told
+    assert written["host_factor"] == 1.25 and f"{tmp_path / 'gpu.json'}: name Chip, memory_gib 80.0, " in reported
     assert written["source"].endswith("estimated: host_factor" + ", link_gbs" * (gpus == 1))
     assert written["fp32_tflops"] == 40 and written["tower_efficiency"] == 0.5
     assert written["link_gbs"] == (25 if gpus == 1 else 390)
@@ -198,8 +198,10 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
 
 def test_a_plan_says_where_the_figures_of_its_profiles_come_from(capsys):
     assert main("--gpus 16 --micro-batch-size 64".split()) == 0
-    told = capsys.readouterr().out
-    assert f"  h200: {load_gpu('h200').source}\n" in told and f"  nic-400: {load_link('nic-400').source}\n" in told
+    reported = capsys.readouterr().out
+    assert (
+        f"  h200: {load_gpu('h200').source}\n" in reported and f"  nic-400: {load_link('nic-400').source}\n" in reported
+    )
     assert main("--gpus 8 --micro-batch-size 64".split()) == 0
     assert "nic-400" not in capsys.readouterr().out  # one node has none
 

@@ -1,4 +1,4 @@
-"""The plan of host memory: counted against what DeepSpeed holds there; refused at start; auto leaves room for it."""
+"""The plan of host memory: counted against what DeepSpeed holds there; rejected at start; auto leaves room for it."""
 
 import dataclasses
 import json
@@ -173,7 +173,7 @@ def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path,
     assert kept(deepspeed_config=preset) == int(0.6 * (free - saved - 4 * numel) / 2 // one) < kept()
     with pytest.raises(ValueError, match="are free next to a checkpoint's copy"):
         kept(pixel_cache_gb=str((free - saved / 2) / 2 / 1e9))
-    monkeypatch.setattr(pixels, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not refused for it
+    monkeypatch.setattr(pixels, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not rejected for it
     assert kept() == kept(pixel_cache_gb="0") == 0
 
 

@@ -177,7 +177,7 @@ def test_what_a_resumed_run_had_done_behind_its_checkpoint_is_forgotten(tmp_path
     assert kept == {"train": [0, 1, 6, 7], "val": [2]}
 
 
-def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys):
+def test_what_is_no_run_is_rejected_in_one_line(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")

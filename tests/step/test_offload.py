@@ -13,7 +13,7 @@ from infcl.step.grad_cache import grad_cache_step
 from infcl.step.offload import PixelCache, checksum
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import dense_loss
-from tests.lib.training import demo_config, fit, refusal
+from tests.lib.training import demo_config, fit, rejection
 
 M, ROWS, SIDE = 5, 3, 5
 CPU = torch.device("cpu")
@@ -201,4 +201,4 @@ def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
 def test_a_cache_too_small_for_a_streaming_reader_is_rejected(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, accum_freq=4, batch_size=16, dataset_type="streaming")
     config = dataclasses.replace(config, pixel_cache_gb="0", train_num_samples=512)
-    assert "cannot read a step twice" in run_ranks(refusal, 1, config)[0]
+    assert "cannot read a step twice" in run_ranks(rejection, 1, config)[0]

@@ -16,7 +16,7 @@ from infcl.evaluate.load import load_tokenizer
 from infcl.models import load_model_config
 from infcl.parallel import init_parallel, process
 from infcl.train.build import Inputs, build_loader, build_loss, build_tokenizer_and_model_config, join
-from tests.lib.ranks import refused, run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import write_shards
 from tests.lib.specs import spec_of
 
@@ -59,12 +59,12 @@ def test_a_training_compares_the_shapes_of_its_ranks_once():
     assert run_ranks(_fixed_shape, 1) == [True]
 
 
-def _refusal(rank, world_size, folders):
+def _rejection(rank, world_size, folders):
     config = TrainConfig(train_data=folders[rank], workers=0, max_missing_shards=0.5)
     tokenizer = SimpleNamespace(sha256="", context_length=8)
     parallel = init_parallel("cpu")
     spec = spec_of(config, parallel, BatchPlan(2, 1, 1))
-    return refused(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
+    return rejected(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
 
 
 def test_ranks_that_find_other_data_are_reported(tmp_path):
@@ -72,8 +72,8 @@ def test_ranks_that_find_other_data_are_reported(tmp_path):
     folders = [write_shards(tmp_path / name, sizes) for name, sizes in (("a", [2, 2]), ("b", [2, 2]))]
     braces = [f"{folder}/{{00000..00001}}.tar" for folder in folders]
     (tmp_path / "b" / "00001.tar").unlink()
-    told = run_ranks(_refusal, 2, braces)
-    assert told[0] == told[1] and "rank 1 on " in told[0] and "samples 2 there, 4 here" in told[0]
+    printed = run_ranks(_rejection, 2, braces)
+    assert printed[0] == printed[1] and "rank 1 on " in printed[0] and "samples 2 there, 4 here" in printed[0]
 
 
 def _with_few_descriptors(rank, world_size, folder):
@@ -85,7 +85,7 @@ def _with_few_descriptors(rank, world_size, folder):
         resource.setrlimit(resource.RLIMIT_NOFILE, (48, before[1]))
     try:
         spec = spec_of(config, parallel, BatchPlan(2, 1, 1))
-        return refused(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
+        return rejected(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -100,17 +100,19 @@ def _with_few_threads(rank, world_size):
 
     whole = process.threading.Thread.start
     with mock.patch.object(process.threading.Thread, "start", start):
-        return refused(join, TrainConfig(workers=2, device="cpu"))
+        return rejected(join, TrainConfig(workers=2, device="cpu"))
 
 
 def test_a_limit_of_one_rank_ends_all_in_one_line(tmp_path):
     """Otherwise the others would report that rank's end with tracebacks, or wait for it."""
-    told = run_ranks(_with_few_descriptors, 2, write_shards(tmp_path, [2, 2]))
-    assert told[0] == told[1]
-    assert re.match(r"rank 1 on .*: 1 workers x 4 micro-batches may need \d+ open files .*, the limit is 48", told[0])
-    told = run_ranks(_with_few_threads, 2)
-    assert told[0] == told[1]
-    assert re.match(r"rank 1 on .*: only \d+ more threads can be started, a rank may need 24: raise the", told[0])
+    printed = run_ranks(_with_few_descriptors, 2, write_shards(tmp_path, [2, 2]))
+    assert printed[0] == printed[1]
+    assert re.match(
+        r"rank 1 on .*: 1 workers x 4 micro-batches may need \d+ open files .*, the limit is 48", printed[0]
+    )
+    printed = run_ranks(_with_few_threads, 2)
+    assert printed[0] == printed[1]
+    assert re.match(r"rank 1 on .*: only \d+ more threads can be started, a rank may need 24: raise the", printed[0])
 
 
 def test_a_run_from_before_captions_were_repaired_keeps_its_ids(tokenizer_model, tmp_path):

@@ -66,9 +66,9 @@ def test_tower_norms_are_the_same_in_every_stage_and_add_up(demo_folder, tmp_pat
     run_ranks(fit, 1, demo_config(demo_folder, tmp_path / "one", **alone))
     two = read_metrics(tmp_path / "two" / "run" / "metrics.jsonl", "train")
     one = read_metrics(tmp_path / "one" / "run" / "metrics.jsonl", "train")
-    for ours, truth in zip(two, one, strict=True):
+    for ours, reference in zip(two, one, strict=True):
         for name in ("grad_norm_image", "grad_norm_text", "grad_norm"):
-            assert ours[name] == pytest.approx(truth[name], rel=1e-3), name
+            assert ours[name] == pytest.approx(reference[name], rel=1e-3), name
         towers = math.hypot(ours["grad_norm_image"], ours["grad_norm_text"])
         assert 0.95 * ours["grad_norm"] < towers <= ours["grad_norm"] * 1.0001
 

@@ -1,4 +1,4 @@
-"""--dry-run: what it prints is the run's plan, what the run would refuse it refuses, and it leaves nothing behind."""
+"""--dry-run: what it prints is the run's plan, what the run would reject it rejects, and it leaves nothing behind."""
 
 import dataclasses
 
@@ -52,9 +52,9 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
 
 
 def test_flops_are_printed_in_a_unit_that_leaves_digits():
-    told = [_flops(count) for count in (0, 5.4e6, 1.234e9, 9.99e11, 1.5e12, 2.5e15, 4.2e19)]
-    assert told[:4] == ["0.00 MFLOP", "5.40 MFLOP", "1.23 GFLOP", "999.00 GFLOP"]
-    assert told[4:] == ["1.50 TFLOP", "2.50 PFLOP", "42,000.00 PFLOP"]
+    printed = [_flops(count) for count in (0, 5.4e6, 1.234e9, 9.99e11, 1.5e12, 2.5e15, 4.2e19)]
+    assert printed[:4] == ["0.00 MFLOP", "5.40 MFLOP", "1.23 GFLOP", "999.00 GFLOP"]
+    assert printed[4:] == ["1.50 TFLOP", "2.50 PFLOP", "42,000.00 PFLOP"]
 
 
 def test_dry_run_rejects_what_the_run_would_reject(demo_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Flags that cannot fit are refused with what would; --batch-size auto takes the most that fits."""
+"""Flags that cannot fit are rejected with what would; --batch-size auto takes the most that fits."""
 
 import dataclasses
 import json
@@ -36,10 +36,10 @@ def test_what_takes_all_memory_to_the_last_byte_fits_and_a_byte_more_does_not():
 )
 def test_a_run_that_cannot_fit_is_rejected_with_a_suggestion(flags, gib, proposed):
     question = fit(*flags, gib=gib)
-    with pytest.raises(ValueError, match=proposed) as refused:
+    with pytest.raises(ValueError, match=proposed) as rejected:
         question.check()
-    assert "ViT-L-14 needs" in str(refused.value) and f"{gib:.1f} GiB is available" in str(refused.value)
-    assert "--skip-memory-check" in str(refused.value)
+    assert "ViT-L-14 needs" in str(rejected.value) and f"{gib:.1f} GiB is available" in str(rejected.value)
+    assert "--skip-memory-check" in str(rejected.value)
 
 
 def test_what_is_proposed_fits_and_keeps_the_batch():
@@ -53,17 +53,17 @@ def test_a_proposed_preset_is_asked_for_with_the_precision_it_was_planned_in_and
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     preset = {"zero_optimization": zero, "bf16": {"enabled": True}}
     question = under(fit("--batch-size", "8", gib=4), precision="bf16", preset=preset)
-    with pytest.raises(ValueError, match=r"ds_configs/zero3.json --precision bf16 \((\d\.\d) GiB") as refused:
+    with pytest.raises(ValueError, match=r"ds_configs/zero3.json --precision bf16 \((\d\.\d) GiB") as rejected:
         question.check()
-    told = float(re.search(r"\((\d\.\d) GiB\)", str(refused.value))[1])
-    size = int(re.search(r"--batch-size (\d+)", str(refused.value))[1])
+    printed = float(re.search(r"\((\d\.\d) GiB\)", str(rejected.value))[1])
+    size = int(re.search(r"--batch-size (\d+)", str(rejected.value))[1])
     shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
     proposed = under(question, preset=shipped).spec
     proposed = proposed.change(batch_size=size, accum_freq=8 // size, grad_checkpointing=True)
-    assert question.parts(proposed)["peak"] / GIB == pytest.approx(told, abs=0.05)
+    assert question.parts(proposed)["peak"] / GIB == pytest.approx(printed, abs=0.05)
 
 
-def test_a_small_model_on_cpus_is_not_refused_for_buckets_that_it_leaves_empty():
+def test_a_small_model_on_cpus_is_not_rejected_for_buckets_that_it_leaves_empty():
     cfg = load_model_config("demo")
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
@@ -101,11 +101,11 @@ def test_auto_takes_the_largest_size_that_fits_and_divides():
 
 @pytest.mark.parametrize(("gib", "host"), [(1, 1000), (80, 0.1)])
 def test_the_check_can_be_skipped_with_auto_too(gib, host):
-    """As what refuses says, be it for the GPU or for the host."""
+    """As what rejects says, be it for the GPU or for the host."""
     flags = ("--global-batch-size", "65536", "--batch-size", "auto")
-    refused = dataclasses.replace(fit(*flags, gib=gib), host=host * GIB)
+    rejected = dataclasses.replace(fit(*flags, gib=gib), host=host * GIB)
     with pytest.raises(ValueError, match="or --skip-memory-check"):
-        refused.choose()
+        rejected.choose()
     skipped = dataclasses.replace(fit(*flags, "--skip-memory-check", gib=gib), host=host * GIB)
     assert skipped.choose().flags.batch_size == (1 if gib == 1 else fit(*flags, gib=80).choose().flags.batch_size)
 
@@ -131,7 +131,7 @@ def test_the_trainer_rejects_what_no_host_can_hold_and_can_be_overruled(tmp_path
 
 
 def chosen_beside_another(rank, world_size, gib):
-    """(--batch-size auto's choice, or its refusal) of a rank whose device has `gib[rank]`."""
+    """(--batch-size auto's choice, or its rejection) of a rank whose device has `gib[rank]`."""
     from unittest import mock
 
     from infcl.parallel import init_parallel
@@ -152,4 +152,4 @@ def test_ranks_of_different_memory_take_the_micro_batch_of_the_least():
     least = run_ranks(chosen_beside_another, 2, (40, 40))
     assert run_ranks(chosen_beside_another, 2, (80, 40)) == least and least[0] == least[1] > 0
     assert run_ranks(chosen_beside_another, 2, (80, 80))[0] > least[0]
-    assert all("1.0 GiB is available" in refusal for refusal in run_ranks(chosen_beside_another, 2, (80, 1)))
+    assert all("1.0 GiB is available" in rejection for rejection in run_ranks(chosen_beside_another, 2, (80, 1)))

@@ -140,5 +140,5 @@ def test_a_run_that_continues_keeps_as_many_graphs_as_it_began_with_where_they_f
         kept = resident_micro_batches(spec, None, SimpleNamespace(text_cfg=None), parallel, before=before)
     assert (kept, graphs_to_keep(spec, parallel, kept, before)["kept"]) == (expected, said)
     means = {2: "they stay so many, for the same sums", 3: None, 4: "gradients are summed in another order"}[said]
-    told = [record.getMessage() for record in caplog.records]
-    assert told == ([f"3 micro-batches' graphs fit on the GPU, the run began with {said}: {means}"] if means else [])
+    printed = [record.getMessage() for record in caplog.records]
+    assert printed == ([f"3 micro-batches' graphs fit on the GPU, the run began with {said}: {means}"] if means else [])

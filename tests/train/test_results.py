@@ -12,7 +12,7 @@ from tests.lib.training import demo_config, said
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "printed"),
     [
         ({}, []),
         ({"lock_image": True}, ["--lock-image without --pretrained or --pretrained-image: "]),
@@ -22,9 +22,9 @@ from tests.lib.training import demo_config, said
         ({"model": "demo"}, ["--model demo has 300 token embeddings; this --tokenizer makes them 49408, "]),
     ],
 )
-def test_flags_that_do_less_than_they_seem_to_are_reported(flags, told):
+def test_flags_that_do_less_than_they_seem_to_are_reported(flags, printed):
     lines = list(oddities(TrainConfig(**{"model": "ViT-B-32"} | flags), 49408))
-    assert len(lines) == len(told) and all(line.startswith(start) for line, start in zip(lines, told))
+    assert len(lines) == len(printed) and all(line.startswith(start) for line, start in zip(lines, printed))
 
 
 def test_a_run_reports_whose_weights_it_begins_with_and_a_resumed_one_does_not(demo_folder, tmp_path):

@@ -19,7 +19,7 @@ from infcl.report import read_metrics
 from infcl.report.records import read_records
 from tests.lib.entry import golden
 from tests.lib.ranks import run_ranks
-from tests.lib.training import demo_config, fit, new_trainer, refusal, run_losses
+from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses
 
 FIRST = 12  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
 
@@ -288,7 +288,7 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
     run_ranks(fit, 1, config, 2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     other = dataclasses.replace(config, resume="latest", force_context_length=24, lr=1.0)
-    assert "positional_embedding has shape" in run_ranks(refusal, 1, other)[0]
+    assert "positional_embedding has shape" in run_ranks(rejection, 1, other)[0]
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -297,7 +297,7 @@ def test_a_resume_into_epochs_of_another_length_is_rejected(demo_folder, tmp_pat
     config = demo_config(demo_folder, tmp_path, steps=9, train_num_samples=128, save_every_n_steps=1)
     run_ranks(fit, 1, config, 3)
     longer = dataclasses.replace(config, resume="latest", train_num_samples=256)
-    message = run_ranks(refusal, 1, longer)[0]
+    message = run_ranks(rejection, 1, longer)[0]
     assert "epoch 1, step 0; an epoch has 4 steps now: give the --train-num-samples of the run" in message
 
 
@@ -311,7 +311,7 @@ def test_a_resume_into_epochs_of_another_length_is_rejected(demo_folder, tmp_pat
     ],
 )
 def test_what_cannot_work_is_rejected_by_every_rank(demo_folder, tmp_path, changes, message):
-    messages = run_ranks(refusal, 2, dataclasses.replace(demo_config(demo_folder, tmp_path), **changes))
+    messages = run_ranks(rejection, 2, dataclasses.replace(demo_config(demo_folder, tmp_path), **changes))
     assert message in messages[0]
     assert messages[0] == messages[1]
 
