@@ -6,7 +6,6 @@ infcl/train/ending.py lists the exit codes. During the start SIGTERM and SIGHUP 
 after the first step, with a checkpoint.
 """
 
-import functools
 import logging
 import signal
 import sys
@@ -38,15 +37,11 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
     argv = sys.argv[1:] if argv is None else argv
     if read_environment()[0] != 0 and {"-h", "--help"} & set(argv):
         return 0  # rank 0 prints it
-    return run("pretrain_clip.py", functools.partial(build, argv, noted), debug="--debug" in argv)
+    return run("pretrain_clip.py", lambda: build(argv, noted), debug="--debug" in argv)
 
 
 def build(argv: list[str], noted: list[int] | None) -> Trainer | NothingToTrain:
-    """Build the trainer for these flags.
-
-    Raises:
-        ValueError: for a usage error.
-    """
+    """Build the trainer for these flags; a ValueError is a usage error."""
     end_with_launcher()
     flags = parse_args(argv)
     logging.basicConfig(level=logging.DEBUG if flags.debug else logging.WARNING)
