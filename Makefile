@@ -1,7 +1,7 @@
 # make train   set up, train on the embedded data set, evaluate, export          make test   set up, run the test suite
 #   make test-cluster   the tests over several hosts, which are made of network namespaces (root);
 #                       SKIPS=--skips-fail: nothing may be missing here
-#   WORKERS=4 make test  so many processes share the files of the suite (2); the ranks that its tests start come on top
+#   WORKERS=4 make test  so many processes share the files of the suite (3); the ranks that its tests start come on top
 #   make test-slow      the tests that take minutes, among them the commands of the docs, executed; on a CPU
 #   make docs   the site in build/docs                  make coverage   the suite, and the lines that it runs
 #
@@ -20,7 +20,7 @@ LOGS   ?= runs
 FLAGS  ?=
 CLUSTER_SECONDS ?= 1800
 SKIPS  ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: train test suite test-slow test-cluster lint docs coverage results clean
 
