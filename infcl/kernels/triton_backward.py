@@ -37,7 +37,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.torch_tile import Groups
-from infcl.kernels.triton_exp2 import exp2, reciprocal, shared_exp2
+from infcl.kernels.triton_exp2 import exp2, log2_1p, reciprocal, shared_exp2
 from infcl.kernels.triton_groups import ids_of, same_ids
 from infcl.kernels.triton_launch import aligned, chunk_shape, launch_options, multiprocessors, walked_dim
 from infcl.kernels.triton_statistics import LOG2E, middle
@@ -288,7 +288,7 @@ def _d_logits_kernel(
                     )
                     signed = tl.where(same, -signed if POSITIVE else float("-inf"), signed)
                 small = tl.exp2(-tl.abs(signed))  # in (0, 1]
-                losses = tl.maximum(signed, 0.0) + _log2_1p(small)  # in log2
+                losses = tl.maximum(signed, 0.0) + log2_1p(small)  # in log2
                 share = reciprocal(1.0 + small, SHARED)
                 d_logits = tl.where(signed >= 0, share, small * share)
                 if POSITIVE:
@@ -344,19 +344,6 @@ def _d_logits_kernel(
         if SIGMOID:
             _add_sum(sum_ptr + programs, loss_sums)
             _add_sum(sum_ptr + 2 * programs, slope_sums)
-
-
-@triton.jit
-def _log2_1p(x):
-    """Compute log2(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log2(1 + x) / x, relative error 3e-7."""
-    quotient = x * -0.0123706422086 + 0.0637875966576
-    quotient = quotient * x - 0.1556000134982
-    quotient = quotient * x + 0.2561797027955
-    quotient = quotient * x - 0.3534546809631
-    quotient = quotient * x + 0.4800737474797
-    quotient = quotient * x - 0.7213107161571
-    quotient = quotient * x + 1.4426947829150
-    return x * quotient
 
 
 @triton.jit

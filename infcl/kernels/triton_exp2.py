@@ -1,4 +1,4 @@
-"""exp2 of a float32 tile, shared between two units of a GPU's multiprocessor.
+"""exp2, log2(1 + x) and 1 / x of a float32 tile. exp2 is shared between two units of a GPU's multiprocessor.
 
 A multiprocessor computes 16 exponentials per cycle in its special function units, but 128 multiply-adds. One of every
 PACK elements is computed by multiply-adds: split x = n + f with n an integer and |f| <= 1/2, evaluate a polynomial for
@@ -80,3 +80,16 @@ def reciprocal(x, SHARED: tl.constexpr):
         )
     else:
         return 1.0 / x
+
+
+@triton.jit
+def log2_1p(x):
+    """Compute log2(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log2(1 + x) / x, relative error 3e-7."""
+    quotient = x * -0.0123706422086 + 0.0637875966576
+    quotient = quotient * x - 0.1556000134982
+    quotient = quotient * x + 0.2561797027955
+    quotient = quotient * x - 0.3534546809631
+    quotient = quotient * x + 0.4800737474797
+    quotient = quotient * x - 0.7213107161571
+    quotient = quotient * x + 1.4426947829150
+    return x * quotient

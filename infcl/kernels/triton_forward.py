@@ -16,6 +16,8 @@ accuracy does not depend on the bound.
 Sizes: r rows, c columns, D features. There are no atomics: all sums have a fixed order and are bitwise reproducible.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.torch_tile import Groups
+from infcl.kernels.triton_exp2 import log2_1p
 from infcl.kernels.triton_groups import ids_of, same_ids, same_kind
 from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, row_splits, walked_dim
 from infcl.kernels.triton_repair import repair
@@ -71,7 +74,7 @@ def sigmoid_forward(
     losses, _ = _tile_sums(
         rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True, masked=masked, groups=groups
     )
-    return losses.sum()
+    return losses.sum() * math.log(2)
 
 
 def _tile_sums(
@@ -86,7 +89,7 @@ def _tile_sums(
     masked: bool,
     groups: Groups | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return partial sums over the tiles: of rows [m, r], and for the softmax of columns [n, c].
+    """Return partial sums over the tiles: of rows [m, r] (sigmoid: in log2), and for the softmax of columns [n, c].
 
     Columns are processed in chunks whose partial sums [column blocks, r] fit into the workspace. m is the number of
     column blocks or, if there are several chunks, of chunks.
@@ -180,14 +183,14 @@ def _tile_sums_kernel(
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         if SIGMOID:
-            logits = logits * scale + shift
+            logits = (logits * scale + shift) * LOG2E  # in log2
             if GROUPED > 0:
                 same = same_ids(
                     row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
                 )
                 logits = tl.where(same, -logits if POSITIVE else float("-inf"), logits)
-            small = tl.exp2(-tl.abs(logits) * LOG2E)  # in (0, 1]
-            losses = tl.maximum(logits, 0.0) + log1p(small)
+            small = tl.exp2(-tl.abs(logits))  # in (0, 1]
+            losses = tl.maximum(logits, 0.0) + log2_1p(small)
             if EDGE:
                 if first_column + BLOCK_N > num_columns:
                     within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
@@ -221,16 +224,3 @@ def _tile_sums_kernel(
     if not SIGMOID:
         total = tl.sum(tl.sum(col_sums, 1), 0)
         tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
-
-
-@triton.jit
-def log1p(x):
-    """Compute log(1 + x) for x in [0, 1] by multiply-adds: a Chebyshev fit of log(1 + x) / x, relative error 4e-7."""
-    quotient = x * -0.0085746757686 + 0.0442141927779
-    quotient = quotient * x - 0.1078537106514
-    quotient = quotient * x + 0.1775702387094
-    quotient = quotient * x - 0.2449961155653
-    quotient = quotient * x + 0.3327617645264
-    quotient = quotient * x - 0.4999744892120
-    quotient = quotient * x + 0.9999998211861
-    return x * quotient
