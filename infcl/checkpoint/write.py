@@ -19,6 +19,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -283,8 +284,9 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[
 
     try:
         save_file(tensors, path, metadata)
-    except SafetensorError as error:  # safetensors raises its own type for a failed write
-        raise OSError(str(error)) from error
+    except SafetensorError as error:  # its own type for a failed write, with the system's error in the text
+        number = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

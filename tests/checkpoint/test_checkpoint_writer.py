@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infcl.checkpoint import write as checkpoint_writer
-from infcl.checkpoint.run_folder import RunFolder
+from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.parallel.rendezvous import Node
 from tests.lib.ranks import run_ranks
 
@@ -138,3 +138,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_published_and_older_ones_are_r
         f"rename {old} {old}.partial",
         f"remove {old}.partial",
     ]
+
+
+def test_a_failed_write_gives_the_systems_reason(tmp_path):
+    """safetensors raises its own type, whose text has the number of the error."""
+    with pytest.raises(FileNotFoundError) as failed:
+        checkpoint_writer._write_tensors(tmp_path / "none" / "state.safetensors", {"a": torch.zeros(2)}, {})
+    assert why_not_written(failed.value) == "No such file or directory"
