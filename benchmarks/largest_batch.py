@@ -1,17 +1,18 @@
 """Find the largest global batch that fits (the paper's Table 2): `python -m benchmarks.largest_batch --gpus 4 ...`
 
-A trial is a step of the trainer on synthetic images, in real processes. The allocator limits each process to
---memory-gb of GPU memory. Steps are abridged: the towers encode only a few micro-batches;
-everything else is complete. One engine runs all batches, one after another (benchmarks/trials.py).
-
-The search begins at the planner's estimate and moves up or down in growing strides. It ends when the largest batch that
-fits and the smallest that does not are within --tolerance. Each trial is a CSV row. --at B ... tries these batches
-instead, up to the first that does not fit (the paper's Table 1). Several values of --loss and --pixels are tried one
-after another. A trial that fails for another reason than GPU memory ends the command.
+A trial is one step of the trainer on synthetic images, in processes of its own. The allocator limits each process to
+--memory-gb of GPU memory. The search begins at the planner's estimate and moves up or down in growing strides. It ends
+when the largest batch that fits and the smallest that does not are within --tolerance. Each trial is a CSV row.
+--at B ... tries these batches instead, up to the first that does not fit (the paper's Table 1). Several values of
+--loss and --pixels are tried one after another. A trial that fails for another reason than GPU memory ends the command.
 
     --pixels gpu     cache pixels on the GPU between the passes (as in the paper without data offload; here as uint8)
     --pixels host    cache pixels in host memory, and read those that do not fit twice (the paper's "data offload")
     --max-batch N    the largest trial: the time of the loss grows with the square of the batch
+
+Steps are abridged. Everything that grows with the batch has its full size: cached pixels, tokens, features, the loss of
+all samples over all ranks, feature gradients. Micro-batches between the first and the last of a pass get random unit
+vectors as features and no backward: encoding them would take hours, and no more memory than the others.
 
 Other flags are pretrain_clip.py's.
 """
@@ -20,34 +21,36 @@ import argparse
 import dataclasses
 import json
 import re
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
-from benchmarks.processes import exit_on_sigterm, reason, stop
-from benchmarks.rows import append, parser_of_rows, read
-from benchmarks.step import command
+import torch
+import torch.nn.functional as F
+
+from benchmarks.clock import hardware
+from benchmarks.processes import exit_on_sigterm, reason, run
+from benchmarks.rows import append, parser_of_rows
+from benchmarks.step import command, config_of, shared_folder
+from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
+from infcl.models.packing import num_texts
+from infcl.parallel import destroy_parallel, init_parallel, max_over
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import USABLE, load_gpu
 from infcl.plan.search import largest_batch
 from infcl.plan.setting import Setting
+from infcl.report import read_metrics
+from infcl.train.build import resolve_inputs
+from infcl.train.trainer import Trainer
 
-
-@dataclass(frozen=True)
-class Trial:
-    batch: int
-    peak_gib: float | None  # None: does not fit
-
-
+COLUMNS = (
+    "model", "gpus", "memory_gb", "pixels", "loss", "precision", "checkpointing", "micro_batch", "global_batch",
+    "fits", "peak_gib", "seconds_loss", "step_seconds", "device", "torch", "triton", "deepspeed", "commit", "said",
+)  # fmt: skip
+RESULT = "RESULT "
 # Share of a memory limit that the allocator can fill. A step planned at 0.988 of 80 GB did not fit.
 FILLED = 0.985
 
@@ -55,61 +58,105 @@ FILLED = 0.985
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options, trainer_flags = _parser().parse_known_args(arguments)
-    if options.rows is not None:
-        from benchmarks.trials import run
-
-        run(options, trainer_flags, lambda trials: _plan(options, trials, say=lambda text: None))
+    if options.trial is not None:
+        measure(options, trainer_flags)
         return 0
     unit = options.gpus * options.batch_size
     if odd := [batch for batch in options.at if batch % unit]:
         raise SystemExit(f"--at {odd[0]} is no multiple of {options.gpus} GPUs x --batch-size {options.batch_size}")
-    if "siglip" in options.loss and len(options.loss) > 1:
-        raise SystemExit("--loss siglip makes another model (its scale and bias): try it in a command of its own")
     exit_on_sigterm("benchmarks.largest_batch")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.csv"
-        while True:
-            answers = {(row["loss"], row["pixels"], row["global_batch"]): row for row in read(rows)}
-            try:
-                _plan(options, partial(_answer, answers), say=print)
-                return 0 if any(row["fits"] for row in answers.values()) else 1
-            except _Unanswered:
-                _launch(options, arguments, rows)
-
-
-class _Unanswered(LookupError):
-    """A trial that has no row yet."""
-
-
-def _answer(answers: dict[tuple[str, str, int], dict], *trial) -> dict:
-    if trial not in answers:
-        raise _Unanswered(trial)
-    return answers[trial]
-
-
-def _plan(options: argparse.Namespace, trials: Callable[[str, str, int], dict], say: Callable[[str], None]) -> None:
-    """Search or try batches with trials(loss, pixels, batch).
-
-    Ranks call this with real trials; the command calls it with the rows of the finished ones.
-    """
-    unit = options.gpus * options.batch_size
+    best = 0
     for loss in options.loss:
         for pixels in options.pixels:
 
-            def trial(batch: int, loss=loss, pixels=pixels) -> Trial:
-                row = trials(loss, pixels, batch)
-                return Trial(batch, row["peak_gib"] if row["fits"] else None)
+            def fits(batch: int, loss=loss, pixels=pixels) -> bool:
+                return trial(options, arguments, loss, pixels, batch)
 
             if options.at:
-                for batch in sorted(options.at):
-                    if trial(batch).peak_gib is None:
-                        break
+                best = max([best, *_while_true(fits, sorted(options.at))])
                 continue
             start = max(unit, (options.first or planned(options, loss, pixels, unit)) // unit * unit)
-            best, said = search(
-                trial, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials
+            below, above = search(
+                fits, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials
             )
-            say(said + f"{loss}, pixels {pixels}: " + (f"at most {best:,} pairs fit" if best else "nothing fits"))
+            best = max(best, below)
+            beyond = f"{above:,} do not fit" if above else "no batch was too large"
+            print(f"{loss}, pixels {pixels}: {f'{below:,} samples fit' if below else 'nothing fits'}, {beyond}")
+    return 0 if best else 1
+
+
+def _while_true(fits: Callable[[int], bool], batches: list[int]) -> list[int]:
+    found = []
+    for batch in batches:
+        if not fits(batch):
+            break
+        found.append(batch)
+    return found
+
+
+def search(
+    fits: Callable[[int], bool], start: int, unit: int, *, tolerance: float, limit: int, trials: int
+) -> tuple[int, int | None]:
+    """Search the largest batch that fits.
+
+    Args:
+        fits: tries a batch.
+        start: first batch to try.
+        unit: batches are multiples of it.
+        tolerance: largest relative distance between the two results.
+        limit: largest batch to try.
+        trials: largest number of trials.
+
+    Returns:
+        The largest batch that fits (0: none) and the smallest that does not (None: all fit).
+    """
+    below, above, stride, batch = 0, None, tolerance, start
+    for _ in range(trials):
+        if fits(batch):
+            below = batch
+        else:
+            above = batch
+        if above is None:
+            batch = min(limit, int(batch * (1 + stride)))
+        else:
+            batch = (below + above) // 2 if below else int(batch / (1 + stride))
+        stride *= 2
+        batch = max(below + unit, batch // unit * unit)
+        close = above is not None and below and above <= below * (1 + tolerance) + unit
+        if close or batch > limit or batch == above:
+            break
+    return below, above
+
+
+def trial(options: argparse.Namespace, arguments: list[str], loss: str, pixels: str, batch: int) -> bool:
+    """Run a step in processes of its own, and report it. Return whether it fits.
+
+    Raises:
+        SystemExit: it failed for another reason than memory.
+    """
+    row: dict[str, Any] = {"model": options.model, "gpus": options.gpus, "memory_gb": options.memory_gb}
+    row |= {"pixels": pixels, "loss": loss, "precision": options.precision, "micro_batch": options.batch_size}
+    row |= {"checkpointing": int(not options.no_checkpointing), "global_batch": batch}
+    started = command(options.gpus, [*arguments, "--trial", loss, pixels, str(batch)], "benchmarks.largest_batch")
+    failure, output = run(started, options.time_out)
+    results = [line for line in output.splitlines() if line.startswith(RESULT)]
+    cause = memory_cause(output)
+    if not results and cause is None:
+        what = f"{loss}, pixels {pixels}, {batch:,} samples: {failure}, for another reason than memory"
+        raise SystemExit(f"{output[-3000:]}\n{what}: {reason(output)[0]}")
+    row |= {"fits": 1} | json.loads(results[0][len(RESULT) :]) if results else {"fits": 0, "said": str(cause)[:200]}
+    append(options.csv, [row | hardware(options.commit) | {"deepspeed": metadata.version("deepspeed")}], COLUMNS)
+    shown = f"{row['peak_gib']:.1f} GiB" if row["fits"] else "does not fit"
+    print(f"{loss:>10} {pixels:>5} {batch:>12,} samples: {shown}", flush=True)
+    return bool(row["fits"])
+
+
+def memory_cause(output: str) -> str | None:
+    """Return the line of a failed trial's output that reports exhausted GPU memory; None: another cause."""
+    lines = (line.strip() for line in output.splitlines())
+    return next(
+        (line for line in lines if re.search(r"OutOfMemoryError|CUDA\b.*out of memory|_ALLOC_FAILED", line)), None
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,14 +169,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", choices=LOSSES, nargs="+", default=["inf_cl"])
     parser.add_argument("--precision", choices=("bf16", "amp_bf16", "fp32"), default="bf16")
     parser.add_argument("--no-checkpointing", action="store_true")
-    parser.add_argument("--at", type=int, nargs="+", default=[], help="pairs: these batches instead of a search")
+    parser.add_argument("--at", type=int, nargs="+", default=[], help="samples: these batches instead of a search")
     parser.add_argument("--tolerance", type=float, default=0.05)
-    parser.add_argument("--first", type=int, default=None, help="pairs of the first trial [the plan's]")
+    parser.add_argument("--first", type=int, default=None, help="samples of the first trial [the plan's]")
     parser.add_argument("--max-batch", type=int, default=1 << 40)
     parser.add_argument("--trials", type=int, default=8, help="of a search, at most")
-    parser.add_argument("--time-out", type=float, default=300.0, help="seconds without the end of a trial")
-    parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)  # set in the processes of the trials
+    parser.add_argument("--time-out", type=float, default=900.0, help="seconds of a trial")
+    parser.add_argument("--trial", nargs=3, default=None, help=argparse.SUPPRESS)  # in the processes of a trial
     return parser
+
+
+# ---- the planner's estimate ----
 
 
 def planned(options: argparse.Namespace, loss: str, pixels: str, unit: int) -> int:
@@ -164,114 +214,76 @@ def _setting(model: str, gpus: int, pairs: int, *, pixels: str, **options: Any) 
     )  # fmt: skip
 
 
-def search(
-    trial: Callable[[int], Trial], start: int, unit: int, *, tolerance: float, limit: int, trials: int
-) -> tuple[int, str]:
-    """Search the largest batch that fits.
-
-    Args:
-        trial: runs a batch.
-        start: first batch to try.
-        unit: batches are multiples of it.
-        tolerance: largest relative distance between the result and a batch that does not fit.
-        limit: largest batch to try.
-        trials: largest number of trials.
-
-    Returns:
-        The batch, 0 if none fits.
-        A message if the trials ran out before the search ended, else "".
-    """
-    said = ""
-    below, above, stride, batch = 0, None, tolerance, start
-    for _ in range(trials):
-        if trial(batch).peak_gib is None:
-            above = batch
-        else:
-            below = batch
-        if below and above is not None and above <= below * (1 + tolerance) + unit:
-            break
-        if below and below >= limit // unit * unit:
-            break
-        if below and above is not None:
-            batch = (below + above) // 2
-        else:
-            batch = min(limit, int(batch * (1 + stride))) if below else int(batch / (1 + stride))
-            stride *= 2
-        batch = max(unit, below + unit, batch // unit * unit)
-        if batch > limit or batch == above:
-            break
-    else:
-        beyond = "no batch was too large" if above is None else f"{above:,} do not fit"
-        said = f"{trials} trials are spent: {below:,} pairs fit, {beyond}\n"
-    return below, said
+# ---- one trial, in its processes ----
 
 
-def memory_cause(output: str) -> str | None:
-    """Return the line of a failed trial's output that reports exhausted GPU memory; None: another cause."""
-    lines = (line.strip() for line in output.splitlines())
-    return next(
-        (line for line in lines if re.search(r"OutOfMemoryError|CUDA\b.*out of memory|_ALLOC_FAILED", line)), None
-    )
+class AbridgedTrainer(Trainer):
+    """A trainer that encodes only the first and the last micro-batches of a pass."""
+
+    real = 2  # number of micro-batches at each end of a pass that are encoded
+
+    def train_step(self, micro_batches):
+        self.encoded = 0
+        return super().train_step(micro_batches)
+
+    def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
+        if surrogate.requires_grad:
+            super()._backward(surrogate, is_last)
+
+    def _encode(self, micro_batch: dict) -> dict:
+        index, self.encoded = self.encoded, self.encoded + 1
+        return super()._encode(micro_batch) if self._is_real(index) else self._stand_in(micro_batch)
+
+    def _encode_again(self, micro_batch: dict, kept: dict, first: int) -> dict:
+        if self._is_real(first // self.batch.micro_batch_size):
+            return super()._encode_again(micro_batch, kept, first)
+        return self._stand_in(micro_batch)
+
+    def _is_real(self, index: int) -> bool:
+        """Return whether a micro-batch is encoded.
+
+        The last ones keep their graphs (cached activations). The last one before them is replayed and ends the step.
+        """
+        cached = self.batch.num_micro_batches - max(1, self.resident)
+        return index < self.real or index >= cached - self.real
+
+    def _stand_in(self, micro_batch: dict) -> dict[str, torch.Tensor]:
+        device, shape = self.parallel.device, (num_texts(micro_batch), self.model_config.embed_dim)
+        features = {
+            name: F.normalize(torch.randn(shape, device=device), dim=1) for name in ("image_features", "text_features")
+        }
+        scalars = {"logit_scale": 2.659, "logit_bias": self.model_config.init_logit_bias}
+        return features | {
+            n: torch.full([1], value, device=device) for n, value in scalars.items() if value is not None
+        }
 
 
-def _launch(options: argparse.Namespace, arguments: list[str], rows: Path) -> None:
-    """Start processes that run the trials missing in `rows`, to the end or until one runs out of memory.
-
-    In any case, --csv gets all finished trials.
-
-    Raises:
-        SystemExit: a trial failed for another reason than memory.
-    """
-    begun, errors, done = rows.with_name("begun.json"), rows.with_name("errors.txt"), len(read(rows))
-    with errors.open("w") as file:
-        process = subprocess.Popen(
-            command(options.gpus, [*arguments, "--rows", str(rows)], "benchmarks.largest_batch"),
-            stderr=file, start_new_session=True,
-        )  # fmt: skip
-        late = _wait(process, rows, done, options.csv, options.time_out)
-    if process.returncode == 0:
-        if len(read(rows)) == done:
-            raise SystemExit("the processes ended without a trial")
-        return
-    output = errors.read_text(errors="replace") + late
-    cause, key = memory_cause(output), json.loads(begun.read_text()) if begun.exists() else {}
-    if cause is None or not key:
-        where = f"{key['global_batch']:,} pairs" if key else "before the first trial"
-        why = f"no answer, for another reason than memory: {reason(output)[0]}" if cause is None else cause
-        raise SystemExit(f"{output[-3000:]}\n{where}: {why}")
-    from benchmarks.trials import COLUMNS, versions
-
-    row = key | versions(options.commit) | {"fits": 0, "said": cause[:200]}
-    append(rows, [row], COLUMNS)
-    append(options.csv, [row], COLUMNS)
-    print(f"{key['loss']:>10} {key['pixels']:>5} {key['global_batch']:>12,} pairs: does not fit", flush=True)
-    begun.unlink()
-
-
-def _wait(process: subprocess.Popen, rows: Path, done: int, csv: Path | None, seconds: float) -> str:
-    """Wait for the process; stop it if no row arrives within `seconds`. Return a message in that case, else "".
-
-    Rows after the first `done` are copied to `csv` as they arrive.
-    """
-    since = time.monotonic()
-
-    def copy() -> int:
-        new = read(rows)[done:]
-        if new:
-            append(csv, new)
-        return len(new)
-
-    try:
-        while process.poll() is None and time.monotonic() - since < seconds:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=min(1.0, seconds))
-            if new := copy():
-                done, since = done + new, time.monotonic()
-        return f"\nTimeoutError: no result in {seconds:.0f} s" if process.poll() is None else ""
-    finally:
-        copy()
-        if process.poll() is None:
-            stop(process)
+def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
+    """Run the step of --trial on this rank; rank 0 prints its peak memory and times."""
+    loss, pixels, batch = options.trial[0], options.trial[1], int(options.trial[2])
+    flags = ["--model", options.model, "--precision", options.precision, "--loss", loss]
+    flags += ["--batch-size", str(options.batch_size), "--global-batch-size", str(batch)]
+    flags += ["--pixel-cache-gb", "gpu" if pixels == "gpu" else "auto", "--compile-blocks", "off"]
+    flags += ["--pack-captions", "off", "--skip-memory-check"]  # a batch must fit with the longest captions too
+    flags += [] if options.no_checkpointing else ["--grad-checkpointing"]
+    with shared_folder() as folder:
+        config = config_of("1", {}, 1, [*flags, *trainer_flags], folder)
+        parallel = init_parallel(config.device)
+        if on_gpu := parallel.device.type == "cuda":
+            total = torch.cuda.get_device_properties(parallel.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gb * 1e9 / total), parallel.device)
+        trainer = AbridgedTrainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+        with trainer.signals:
+            trainer._train()
+        trainer.metrics.close()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+        peak = max_over(parallel.dp_group, [peak], parallel.device)[0]
+        if parallel.rank == 0:
+            record = read_metrics(trainer.run.metrics, "train")[0]
+            seconds = batch / record["samples_per_second"]
+            row = {"peak_gib": peak, "seconds_loss": record["seconds_loss"], "step_seconds": seconds}
+            print(RESULT + json.dumps(row), flush=True)
+    destroy_parallel()
 
 
 if __name__ == "__main__":
