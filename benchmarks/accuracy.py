@@ -7,13 +7,8 @@ curve:
     --study batch-size   --batches at the same number of samples seen, with a constant learning rate and with square
                          root and linear scaling (the form of the paper's Figure 5)
 
-    --study false-negatives
-                         --duplicates negative, mask and positive at each of --batches, with each of --seeds seeds, at
-                         the same number of samples seen; an image has five captions, some images 25 (pairs.py)
-    --study word-order   with and without hard-negative captions (--negatives-key), with each of --seeds seeds
-
-    --out DIR    DIR/accuracy_losses.csv (accuracy_batches, false_negatives, word_order). Rows are appended; trainings
-                 that have a row are skipped. The first two studies also write DIR/..._curves.csv
+    --out DIR    DIR/accuracy_losses.csv or accuracy_batches.csv, and ..._curves.csv. Rows are appended; trainings that
+                 have a row are skipped
     --work DIR   data set and run folders; a run folder is removed when its row is written
     --jobs N     trainings at a time, of --ranks processes each, on --device cpu, or cuda with --gpus GPUs to share
 
@@ -27,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.clock import hardware
-from benchmarks.pairs import word_order, write_captioned, write_scenes
 from benchmarks.processes import Machine, Training, exit_on_sigterm, train_all
 from benchmarks.rows import append, read
 from infcl.data.demo import prepare_demo
@@ -64,12 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def finished(training: Training, run: Path, seconds: float) -> None:
         row, curve = read_result(run)
-        if options.study == "word-order":
-            row |= word_order(run / "export", options.work / f"scenes_{options.num_train}")
         row = {"run": training.name} | training.key | row | {"wall_seconds": round(seconds, 1)} | where
         append(options.out / f"{name}.csv", [row])
-        if name.startswith("accuracy"):
-            append(options.out / f"{name}_curves.csv", [{"run": training.name} | point for point in curve])
+        append(options.out / f"{name}_curves.csv", [{"run": training.name} | point for point in curve])
         print(f"{training.name}: {_shown(row)}, {seconds:.0f} s", flush=True)
         shutil.rmtree(run)
 
@@ -79,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _shown(row: dict) -> str:
-    names = ("zero_shot_top1", "image_to_text_r1", "text_to_image_r1", "word_order")
+    names = ("zero_shot_top1", "image_to_text_r1", "text_to_image_r1")
     return ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)
 
 
@@ -91,16 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=5, help="trainings of each setting, with seeds of their own")
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow it: more of them than there are")
-    parser.add_argument("--steps", type=int, default=700, help="losses, word-order: steps of 256 samples")
+    parser.add_argument("--steps", type=int, default=700, help="losses: steps of 256 samples")
     parser.add_argument("--num-train", type=int, default=16384, help="samples of the demo")
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="batch-size, false-negatives: samples")
-    parser.add_argument("--samples", type=int, default=1 << 20, help="the same two: samples seen")
-    parser.add_argument(
-        "--micro-batch", type=int, default=4096, help="the same two: samples of a rank's micro-batch at most"
-    )
-    parser.add_argument(
-        "--lr", type=float, default=LEARNING_RATE, help="batch-size: at the smallest batch; false-negatives: at all"
-    )
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="batch-size: samples")
+    parser.add_argument("--samples", type=int, default=1 << 20, help="batch-size: samples seen")
+    parser.add_argument("--micro-batch", type=int, default=4096, help="batch-size: samples of a rank's micro-batch")
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="batch-size: at the smallest batch")
     parser.add_argument("--lr-scalings", nargs="+", choices=tuple(EXPONENTS), default=list(EXPONENTS))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
@@ -140,56 +127,16 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
     return result
 
 
-def false_negative_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
-    """Return the trainings ordered by seed, smallest batches (the slowest) first.
-
-    All batches use the same learning rate. The study of batch sizes found no gain from a higher one at so few steps.
-    """
-    folder = options.work / f"captioned_{options.num_train}"
-    write_captioned(data, folder)
-    return [
-        Training(
-            f"{batch}-{duplicates}-{seed}",
-            [*_demo_flags(folder), *_loss_flags(), *_batch_flags(options, batch)]
-            + ["--duplicates", duplicates, "--seed", str(seed)],
-            {"duplicates": duplicates, "seed": seed, "global_batch": batch, "lr": options.lr, "duplicate_share": ""},
-        )
-        for seed in range(options.first_seed, options.first_seed + options.seeds)
-        for batch in sorted(options.batches)
-        for duplicates in ("negative", "mask", "positive")
-    ]
-
-
-def word_order_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
-    """Return the trainings, on scenes only: digits have no second object to exchange."""
-    folder = options.work / f"scenes_{options.num_train}"
-    write_scenes(data, folder)
-    arms: dict[str, list[str]] = {"none": [], "exchanged": ["--negatives-key", "negative"]}
-    return [
-        Training(
-            f"{arm}-{seed}",
-            [*_demo_flags(folder), *_loss_flags(), *_demo_steps(options), *flags, "--seed", str(seed)],
-            {"negatives": arm, "seed": seed, "global_batch": DEMO_BATCH, "lr": LEARNING_RATE},
-        )
-        for seed in range(options.first_seed, options.first_seed + options.seeds)
-        for arm, flags in arms.items()
-    ]
-
-
 # name: (function of the options and the demo's folder, name of the CSV)
 STUDIES: dict[str, tuple[Callable[[argparse.Namespace, Path], list[Training]], str]] = {
     "losses": (loss_trainings, "accuracy_losses"),
     "batch-size": (batch_trainings, "accuracy_batches"),
-    "false-negatives": (false_negative_trainings, "false_negatives"),
-    "word-order": (word_order_trainings, "word_order"),
 }
 
 
 def _demo_flags(data: Path) -> list[str]:
     """Return the common flags. Blocks stay eager, because compiling takes longer than training this model."""
-    flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val"]
-    if (data / "zeroshot").exists():
-        flags += ["--zeroshot-data", f"{data}/zeroshot"]
+    flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val", "--zeroshot-data", f"{data}/zeroshot"]
     flags += ["--tokenizer", f"{data}/tokenizer.model", "--model", "demo", "--workers", "1"]
     flags += ["--wd", "0.05", "--beta2", "0.98", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)"]
     flags += ["--val-frequency", "0", "--zeroshot-frequency", "0", "--save-frequency", "0", "--report-to", "none"]
@@ -224,8 +171,6 @@ def read_result(run: Path) -> tuple[dict, list[dict]]:
     found = summary["evaluation"]
     row = {name: found[task][metric] for name, (task, metric) in RESULTS.items() if task in found}
     row |= {"final_loss": sum(last) / len(last), "train_seconds": summary["train_seconds"]}
-    if shares := [record["duplicate_share"] for record in records if "duplicate_share" in record]:
-        row["duplicate_share"] = sum(shares) / len(shares)
     row |= {name: summary[name] for name in ("steps", "samples_seen", "skipped_steps")}
     return row, thin_curve(records)
 

@@ -28,7 +28,6 @@ OTHERS = {
     "official_siglip": "open_clip's SigLipLoss, from --open-clip-loss",
     "official_open_clip": "open_clip's ClipLoss, from --open-clip-loss",
     "info_nce": "queries against twice as many documents; b queries",
-    "two_passes": "both directions, each in a pass of its own over the same tiles, as InfoNCE of b queries",
     "nt_xent": "two views of b / 2 samples: a b x b matrix",
     **{
         f"{loss}_{duplicates}": f"{loss} with image ids, five samples each, duplicates={duplicates!r}"
@@ -79,16 +78,6 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
             group=group,
             **options,
         )
-    if name == "two_passes":
-
-        def two_passes(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-            place = torch.arange(len(images), device=images.device)
-            there, back = (
-                info_nce_loss(a, b, place, scale, group=group, **options) for a, b in ((images, texts), (texts, images))
-            )
-            return (there + back) / 2
-
-        return two_passes
     if name == "nt_xent":
 
         def halves(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

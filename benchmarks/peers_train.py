@@ -16,10 +16,8 @@ deviation), and torch's peak memory of rank 0. These differences remain:
                   once per step. open_clip and inf_clip keep all pixels on the GPU
 
 The other programs' code is unchanged. If a program does not know a model, its config comes from infcl/models/configs.
-inf_clip needs a process group even for one process, so it gets one. Its log has only means over steps, and a line per
-step costs it about 450 GPU synchronisations. It therefore logs only the first and the last step, and this module times
-each step, with torch's hook after the optimizer step, which synchronises the GPU. The mean must agree with inf_clip's
-log.
+Their steps are timed with torch's hook after the optimizer step, which synchronises the GPU. inf_clip needs a process
+group even for one process, so it gets one.
 
 A setting that fails or hangs (--time-out) becomes a row with the cause.
 """
@@ -29,7 +27,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -56,7 +53,6 @@ COLUMNS = (
     "device", "torch", "triton", "commit",
 )  # fmt: skip
 RESULT = "RESULT "
-Reader = Callable[[str], list[float]]  # a log -> samples/s of all GPUs for each step
 
 
 class Checkout(NamedTuple):
@@ -258,8 +254,6 @@ class Trainer:
     models: str = ""  # module that has add_model_config and list_models
     packages: tuple[str, ...] = ()  # imports in addition to infcl's own
     checkout: bool = False  # imported from a checkout; otherwise installed
-    prepare: Callable[[], None] = lambda: None  # called in its process before the import
-    reader: Callable[[list[str]], Reader] = lambda flags: rates_of  # made at the start, called with the final log
 
 
 def shared_flags(setting: dict, steps: int) -> list[str]:
@@ -274,35 +268,17 @@ def train(program: str, flags: list[str]) -> dict[str, list[float]]:
     """Run another program's trainer in this process and folder; --model may be a JSON file.
 
     Returns:
-        samples_per_second of all GPUs for each step (empty except on rank 0), waiting (empty) and peak_gib.
+        samples_per_second of all GPUs for each step (the first one includes the start-up), waiting (empty), peak_gib.
     """
     trainer, flags = TRAINERS[program], list(flags)
-    trainer.prepare()
+    for name, value in ONE_PROCESS.items():
+        os.environ.setdefault(name, value)
     models, at = import_module(trainer.models), flags.index("--model") + 1
     if flags[at].endswith(".json"):
         models.add_model_config(flags[at])
         flags[at] = Path(flags[at]).stem
     elif flags[at] not in models.list_models():
         models.add_model_config(ROOT / "infcl" / "models" / "configs")
-    rates_of_log, rates = trainer.reader(flags), []
-    import_module(trainer.module).main(flags)
-    if os.environ.get("RANK", "0") == "0":
-        rates = rates_of_log(Path("none", program, "out.log").read_text())
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    return {"samples_per_second": rates, "waiting": [], "peak_gib": [peak]}
-
-
-def rates_of(log: str) -> list[float]:
-    """Read samples/s from a log with one line per step."""
-    return [float(rate) for rate in re.findall(r"Batch \(t\): \S+, ([\d.e+]+)/s", log)]
-
-
-def timed(flags: list[str]) -> Reader:
-    """Time each optimizer step from now on; the first one includes the start-up.
-
-    Returns:
-        A reader of the log. It raises RuntimeError if the log has another mean.
-    """
     times = [time.perf_counter()]
 
     def note(*_: object) -> None:
@@ -311,24 +287,13 @@ def timed(flags: list[str]) -> Reader:
         times.append(time.perf_counter())
 
     hook = register_optimizer_step_post_hook(note)
+    import_module(trainer.module).main(flags)
+    hook.remove()
     numbers = [int(flags[flags.index(name) + 1]) for name in ("--batch-size", "--accum-freq")]
-    pairs = math.prod(numbers) * int(os.environ.get("WORLD_SIZE", "1"))
-
-    def rates(log: str) -> list[float]:
-        hook.remove()
-        seconds = [end - start for start, end in pairwise(times)]
-        ours, said = statistics.mean(seconds[1:]), mean_seconds(log)
-        if abs(ours - said) > 0.001 + 0.02 * said:  # the log has three decimals
-            raise RuntimeError(f"a step took {ours:.4f} s on average, but {said} s in the program's log")
-        return [pairs / step for step in seconds]
-
-    return rates
-
-
-def mean_seconds(log: str) -> float:
-    """Return the mean seconds of the steps after the first, from inf_clip's log of the first and the last step."""
-    _, mean = re.findall(r"Batch \(t\): ([\d.]+) LR", log)
-    return float(mean)
+    samples = math.prod(numbers) * int(os.environ["WORLD_SIZE"])
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    rates = [samples / (end - start) for start, end in pairwise(times)]
+    return {"samples_per_second": rates, "waiting": [], "peak_gib": [peak]}
 
 
 def _infcl_flags(setting: dict, device: str, folder: str) -> list[str]:
@@ -339,7 +304,7 @@ def _infcl_flags(setting: dict, device: str, folder: str) -> list[str]:
 
 def _open_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
     flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--device", device]
-    return flags + _torchcompile(setting) + _local_loss(setting) + LOG
+    return flags + _torchcompile(setting) + _local_loss(setting) + ["--logs", "none"]  # no checkpoint
 
 
 def _inf_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
@@ -347,7 +312,7 @@ def _inf_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
     return [*flags, *_torchcompile(setting), "--log_dir", "none", "--log-every-n-steps", str(10**9)]
 
 
-LOG = ["--log-every-n-steps", "1", "--logs", "none"]  # none: no checkpoint; the log is written to ./none
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _torchcompile(setting: dict) -> list[str]:
@@ -356,11 +321,6 @@ def _torchcompile(setting: dict) -> list[str]:
 
 def _local_loss(setting: dict) -> list[str]:
     return ["--local-loss", "--gather-with-grad"] if setting["gpus"] > 1 else []
-
-
-def _prepare_inf_clip() -> None:
-    if "WORLD_SIZE" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 TRAINERS = {  # in the order of the rows
@@ -373,8 +333,6 @@ TRAINERS = {  # in the order of the rows
         models="inf_clip",
         packages=("pandas", "braceexpand", "ftfy", "pynvml", "regex", "torchvision", "triton"),
         checkout=True,
-        prepare=_prepare_inf_clip,
-        reader=timed,
     ),
     "infcl": Trainer(_infcl_flags),
 }

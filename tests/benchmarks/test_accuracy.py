@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import (
-    _parser,
-    batch_trainings,
-    false_negative_trainings,
-    loss_trainings,
-    read_result,
-    thin_curve,
-    word_order_trainings,
-)
+from benchmarks.accuracy import _parser, batch_trainings, loss_trainings, read_result, thin_curve
 from benchmarks.processes import Machine, Training, train_all
 from infcl.config import make_parser
 
@@ -51,31 +43,6 @@ def test_batches_see_the_same_samples_at_the_learning_rate_that_the_row_says():
         assert flags.steps * batch == 65536 and flags.warmup_samples == 65536 // 14
         exponent = {"none": 0, "sqrt": 0.5, "linear": 1}[flags.lr_scaling]
         assert training.key["lr"] == pytest.approx(flags.lr * (batch / flags.lr_base_batch) ** exponent)
-
-
-@pytest.mark.parametrize(
-    ("make_trainings", "flags", "compared", "count"),
-    [
-        (false_negative_trainings, ["--study", "false-negatives", "--batches", "256", "1024"], "duplicates", 3),
-        (word_order_trainings, ["--study", "word-order"], "negatives_key", 2),
-    ],
-)
-def test_trainings_of_one_seed_and_batch_differ_in_the_treatment_alone(
-    tmp_path, make_trainings, flags, compared, count
-):
-    for name in ("captioned_16384", "scenes_16384"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "tokenizer.model").touch()
-    trainings = make_trainings(options(*flags, "--seeds", "2", "--work", str(tmp_path)), Path("demo"))
-    assert len({training.name for training in trainings}) == len(trainings)
-    groups: dict[tuple, list[dict]] = {}
-    for training in trainings:
-        own = vars(flags_of(training))
-        assert own["steps"] * own["batch_size"] * own["accum_freq"] in (1 << 20, 700 * 256)
-        groups.setdefault((training.key["seed"], training.key["global_batch"]), []).append(own)
-    for group in groups.values():
-        assert len({own[compared] for own in group}) == len(group) == count
-        assert all(own | {compared: ""} == group[0] | {compared: ""} for own in group)
 
 
 def test_curves_are_thinned_to_means_that_keep_the_last_sample():
