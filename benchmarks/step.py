@@ -13,12 +13,10 @@ prints one line; --csv appends it with commit, hardware and versions:
                 packed unless --pack-captions is off
 
     --sweep FILE   one setting per line (flags; # comments), each in its own processes, stopped after --time-out seconds
-    --one-process  run the sweep in this process, which starts and compiles once: for short sweeps on one GPU
 """
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import re
@@ -65,7 +63,7 @@ def main() -> None:
     options, trainer_flags = _parse(sys.argv[1:])
     if options.sweep is not None:
         exit_on_sigterm("benchmarks.step")
-        (_sweep_in_process if options.one_process else _sweep)(options)
+        _sweep(options)
     elif options.gpus > 1 and "RANK" not in os.environ:
         sys.exit(subprocess.run(command(options.gpus, sys.argv[1:])).returncode)
     else:
@@ -82,7 +80,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warm-up-steps", type=int, default=2)
     parser.add_argument("--label", default=None, help="of the row; default: the flags")
     parser.add_argument("--sweep", type=Path, default=None)
-    parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
     return parser.parse_known_args(arguments)
 
@@ -120,8 +117,6 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
             table = trainer.run.root / "profile" / "table.txt"
             if table.is_file():
                 print(table.read_text())
-        if options.one_process:
-            trainer.engine.engine.destroy()  # its hooks would keep all memory alive (in stage 3 they still do)
 
 
 @contextmanager
@@ -254,17 +249,6 @@ def _settings(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
             if "--label" not in flags:
                 flags += ["--label", " ".join(_shown_flags(shlex.split(setting)))]
             yield setting, flags
-
-
-def _sweep_in_process(options: argparse.Namespace) -> None:
-    """Run the settings one after another until one fails. Report GPU memory that a setting does not free."""
-    print(HEADER, flush=True)
-    for _, flags in _settings(options):
-        measure(*_parse(flags))
-        gc.collect(), gc.collect()  # the second frees objects with finalizers
-        if torch.cuda.is_available() and (left := torch.cuda.memory_allocated() / 2**30) > 0.1:
-            print(f"{left:.1f} GiB are still allocated: the next row's peak may hold them", flush=True)
-    destroy_parallel()
 
 
 def _sweep(options: argparse.Namespace) -> None:
