@@ -95,7 +95,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     }
     stages: dict[str, Callable[[], int]] = {
         "ours/plan an epoch, chunks of 16": lambda: EpochPlan([10_000] * 1000, chunk=16, seed=0, epoch=0).num_samples,
-        "ours/index": lambda: len(scan_shard(str(small), SampleKeys()).members),
+        "ours/index": lambda: len(scan_shard(str(small), SampleKeys())[1]),
         "ours/read": lambda: len(reader.read(order)),
         "ours/read, chunks of 16": lambda: sum(
             len(reader.read(np.arange(i, min(i + 16, len(order))))) for i in range(0, len(order), 16)

@@ -13,11 +13,11 @@ from infcl.config.settings import TrainConfig, option_of
 # May differ, since nodes may store them elsewhere: only whether a path is given is compared.
 OWN_PATHS = (
     "train_data", "val_data", "zeroshot_data", "zeroshot_classnames", "zeroshot_templates",
-    "pretrained", "pretrained_image", "pretrained_text", "index_cache", "data_cache", "logs", "resume",
+    "pretrained", "pretrained_image", "pretrained_text", "index_cache", "logs", "resume",
     "interface",  # not a path, but nodes may name it differently too
 )  # fmt: skip
 # May differ: they depend on a node's cores, memory and disk, or only affect its logging.
-OWN_VALUES = ("workers", "pixel_cache_gb", "data_cache_gb", "device", "debug")
+OWN_VALUES = ("workers", "pixel_cache_gb", "device", "debug")
 # Their contents are compared: JSON key by key, other files by SHA-256.
 SAME_CONTENTS = ("deepspeed_config", "model", "tokenizer")
 

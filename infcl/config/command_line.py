@@ -15,6 +15,8 @@ from infcl.config.settings import TrainConfig, option_of, shipped_preset
 _OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # --config ignores them
 # Removed flags and what to use instead. Giving one is a usage error that prints its line.
 REMOVED = {
+    "--data-cache": "fsspec caches shards: --train-data filecache::https://...; --dataset-type streaming keeps none",
+    "--data-cache-gb": "--dataset-type streaming copies one shard per worker to TMPDIR",
     "--data-reader": "use --dataset-type streaming to read front to back; webdataset is indexed",
     "--data-timeout": "the loader waits a third of --dist-timeout",
     "--encode-micro-batches": "a larger --batch-size does the same",

@@ -133,11 +133,7 @@ class TrainConfig:
     index_cache: str | None = _data(
         None, "folder for indexes that cannot be stored next to their shards [~/.cache/infcl/index]"
     )
-    data_cache: str | None = _data(
-        None, "local folder for shards from storage without random access [~/.cache/infcl/shards]"
-    )
-    data_cache_gb: float = _data(100.0, "size limit of --data-cache in GB; the least recently used shards are removed")
-    allow_pipe_urls: bool = _data(False, "run the shell commands of pipe: URLs")
+    allow_pipe_urls: bool = _data(False, "run the shell commands of pipe: URLs (streaming)")
 
     model: str = _model(
         "ViT-B-32", "name in infcl/models/configs, a JSON file in open_clip's schema, or open_clip:NAME_OR_FILE"

@@ -9,7 +9,6 @@ from infcl.config import TrainConfig, parse_factors
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.samples import DEFAULT_TEXTS, SampleTexts
-from infcl.data.storage import DEFAULT_STORAGE, StorageOptions
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 
 
@@ -27,7 +26,7 @@ class DataConfig:
         aug: options of `TrainTransform`.
         num_samples: samples per epoch; if fewer than all, each epoch has another random subset.
         upsampling_factors: one per `::` part of urls: how often an epoch contains its samples (plan.py).
-        storage: time-outs, attempts and the spool.
+        allow_pipe: allow `pipe:COMMAND`, which runs a shell command (streaming).
         index_cache: folder for indexes that cannot be stored next to their shards.
         max_missing_shards: fraction of the shards that may be missing at the start.
         max_bad_fraction: fraction of bad samples above which the run stops.
@@ -44,7 +43,7 @@ class DataConfig:
     aug: dict[str, Any] = field(default_factory=dict)
     num_samples: int | None = None
     upsampling_factors: Sequence[float] | None = None
-    storage: StorageOptions = DEFAULT_STORAGE
+    allow_pipe: bool = False
     index_cache: str | None = None
     max_missing_shards: float = 0.0
     max_bad_fraction: float = 0.01
@@ -54,6 +53,8 @@ class DataConfig:
     def __post_init__(self):
         if self.dataset_type == "streaming" and self.upsampling_factors is not None:
             raise ValueError("upsampling factors need --dataset-type webdataset, not streaming")
+        if self.dataset_type == "streaming" and self.num_samples is None:
+            raise ValueError("--dataset-type streaming needs --train-num-samples: the number of samples in an epoch")
         if self.dataset_type == "csv" and self.texts.needs_json:
             raise ValueError("csv tables have no json: --negatives-key and --duplicates-by key:NAME need shards")
 
@@ -75,11 +76,7 @@ class DataConfig:
             aug=config.aug_cfg,
             num_samples=config.train_num_samples,
             upsampling_factors=parse_factors(config.train_data_upsampling_factors),
-            storage=StorageOptions(
-                cache=config.data_cache,
-                cache_bytes=int(config.data_cache_gb * 1e9),
-                allow_pipe=config.allow_pipe_urls,
-            ),
+            allow_pipe=config.allow_pipe_urls,
             index_cache=config.index_cache,
             max_missing_shards=config.max_missing_shards,
             max_bad_fraction=config.max_bad_fraction,

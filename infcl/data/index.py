@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infcl.data.remote import open_shard
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_regular, retry, write_atomic
+from infcl.data.storage import ShardFault, ShardFile, is_remote, open_regular, open_shard, retry, write_atomic
 from infcl.data.tar import tar_members
 
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")
@@ -30,7 +29,7 @@ MAX_JSON_BYTES = 1 << 20  # larger json members are treated as absent
 MAX_TEXT_BYTES = 1 << 20  # read of a text member, which may have many captions
 _FORMAT = "infcl-index-4"
 _MAX_HEADER = 1 << 20  # bytes of a sidecar's first line
-SIDECAR = ".infcl.idx"  # other programs use .idx and .tar.idx
+_SIDECAR = ".infcl.idx"  # other programs use .idx and .tar.idx
 _SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200  # per cause and shard; per key
 _READ_AHEAD = 4 << 20  # remote storage: headers are so dense that nearly everything is read anyway
 
@@ -70,41 +69,36 @@ class SampleKeys:
 DEFAULT_KEYS = SampleKeys()
 
 
-class ShardIndex(NamedTuple):
-    """The index of one shard.
+class Shard(NamedTuple):
+    """An indexed tar.
 
     Attributes:
-        members: int64 [samples, 6], see COLUMNS.
+        path, index_path: the tar and its sidecar.
+        samples: number of samples in the index.
+        file_bytes, version: of the tar when it was read (storage.py); the index is stale if they change.
         rejected: cause -> number of samples left out.
         damage: description of the tar's damage, or None.
-        file_bytes: size of the tar.
-        version: version of the tar when it was read (storage.py); the index is stale if it changes.
         bad_keys: cause -> keys of the first `_SHOWN_KEYS` samples left out.
+        factor: how often an epoch contains each of its samples (plan.py).
     """
 
-    members: np.ndarray
-    rejected: dict[str, int]
-    damage: str | None
+    path: str
+    index_path: str
+    samples: int
     file_bytes: int
     version: int
-    bad_keys: dict[str, list[str]]
-
-
-class SampleMembers(NamedTuple):
-    """The members of every sample of a tar.
-
-    Attributes:
-        rows: key of the sample -> offsets and lengths, see COLUMNS; in the order of the tar.
-        bad_keys: cause -> keys of samples that lost a member ("duplicate_member", "dotted_name").
-        damage: description of the tar's damage, or None.
-    """
-
-    rows: dict[str, list[int]]
-    bad_keys: dict[str, list[str]]
+    rejected: dict[str, int]
     damage: str | None
+    bad_keys: dict[str, list[str]]
+    factor: float = 1.0
 
 
-def find_samples(pread: Callable[[int, int], bytes], file_bytes: int, path: str, keys: SampleKeys) -> SampleMembers:
+_IN_HEADER = Shard._fields[2:-1]  # of a sidecar
+
+
+def find_samples(
+    pread: Callable[[int, int], bytes], file_bytes: int, path: str, keys: SampleKeys
+) -> tuple[dict[str, list[int]], dict[str, list[str]], str | None]:
     """Group the members of a tar by sample, from their headers.
 
     Args:
@@ -112,6 +106,11 @@ def find_samples(pread: Callable[[int, int], bytes], file_bytes: int, path: str,
         file_bytes: size of the tar.
         path: path or url of the tar, for messages.
         keys: which members form a sample.
+
+    Returns:
+        Key of the sample -> offsets and lengths of its members, see COLUMNS, in the order of the tar;
+        cause -> keys of samples that lost a member ("duplicate_member", "dotted_name");
+        description of the tar's damage, or None.
 
     Raises:
         ValueError: the tar is compressed.
@@ -140,17 +139,22 @@ def find_samples(pread: Callable[[int, int], bytes], file_bytes: int, path: str,
             row[2 * kind : 2 * kind + 2], found[kind] = (offset, size), alternative
     bad_keys["dotted_name"] += sorted(dotted[0] & dotted[1])
     what = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
-    return SampleMembers(rows, bad_keys, what or None)
+    return rows, bad_keys, what or None
 
 
-def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_STORAGE) -> ShardIndex:
-    """Index one tar from its headers. Raises ShardFault if it cannot be read, ValueError if it is compressed."""
-    file = retry(lambda: open_shard(path, storage), path, storage)
-    try:
-        pread = _ReadAhead(file, path, storage) if is_remote(path) else file.pread
+def scan_shard(path: str, keys: SampleKeys) -> tuple[Shard, np.ndarray]:
+    """Index one tar from its headers.
+
+    Returns:
+        The shard, without a sidecar, and its index, int64 [samples, 6], see COLUMNS.
+
+    Raises:
+        ShardFault: it cannot be read.
+        ValueError: it is compressed.
+    """
+    with contextlib.closing(retry(lambda: open_shard(path), path)) as file:
+        pread = _read_ahead(file, path) if is_remote(path) else file.pread
         rows, bad_keys, damage = find_samples(pread, file.file_bytes, path, keys)
-    finally:
-        file.close()
     usable = []
     for key, row in rows.items():
         if row[0] == ABSENT:
@@ -161,45 +165,42 @@ def scan_shard(path: str, keys: SampleKeys, storage: StorageOptions = DEFAULT_ST
             bad_keys.setdefault("image_file_too_large", []).append(key)
         else:
             usable.append(row)
-    table = np.array(usable, dtype=np.int64).reshape(-1, 6)
     counts = {cause: len(found) for cause, found in bad_keys.items() if found}
     shown = {cause: [key[:_SHOWN_CHARACTERS] for key in bad_keys[cause][:_SHOWN_KEYS]] for cause in counts}
-    return ShardIndex(table, counts, damage, file.file_bytes, file.version, shown)
+    shard = Shard(path, "", len(usable), file.file_bytes, file.version, counts, damage, shown)
+    return shard, np.array(usable, dtype=np.int64).reshape(-1, 6)
 
 
-def ensure_index(
-    path: str, keys: SampleKeys, cache_folder: str | None = None, storage: StorageOptions = DEFAULT_STORAGE
-) -> tuple[str, dict]:
-    """Return the sidecar path and header of a shard's index. Build it if it is missing or stale.
+def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -> Shard:
+    """Index a shard, unless it has a sidecar of its present version.
 
-    The header has format, image_key, text_key, file_bytes, version, samples, rejected, damage and bad_keys. The sidecar
-    is `PATH.infcl.idx`. If the shard is remote or its folder is read-only, the sidecar is in `cache_folder` (default
-    ~/.cache/infcl/index). Writes are atomic, so processes that race write the same file. Keys other than DEFAULT_KEYS
-    have their own sidecar, because another run with other keys may use the same shard at the same time.
+    The sidecar is `PATH.infcl.idx`. If the shard is remote or its folder is read-only, the sidecar is in `cache_folder`
+    (default ~/.cache/infcl/index). Writes are atomic, so processes that race write the same file. Keys other than
+    DEFAULT_KEYS have their own sidecar, because another run with other keys may use the same shard at the same time.
     """
-    file = retry(lambda: open_shard(path, storage), path, storage)
+    file = retry(lambda: open_shard(path), path)
     file.close()
     expected: dict[str, Any] = {"format": _FORMAT, "image_key": keys.image, "text_key": keys.text}
-    expected |= {"file_bytes": file.file_bytes, "version": file.version}
     digest = _digest(path if is_remote(path) else os.path.abspath(path))
     is_default = (keys.image, keys.text) == (DEFAULT_KEYS.image, DEFAULT_KEYS.text)
     of_keys = "" if is_default else f".{_digest(f'{keys.image} {keys.text}')[:8]}"
     folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"
-    cached, sidecars = folder / f"{digest}{of_keys}.idx", [] if is_remote(path) else [Path(path + of_keys + SIDECAR)]
-    for sidecar in [*sidecars, cached]:
-        header = _read_header(sidecar)
-        if header is not None and all(header.get(k) == v for k, v in expected.items()):
-            return str(sidecar), header
-    index = scan_shard(path, keys, storage)
-    header = expected | {"file_bytes": index.file_bytes, "version": index.version, "samples": len(index.members)}
-    header |= {"rejected": index.rejected, "damage": index.damage, "bad_keys": index.bad_keys}
+    sidecars = [folder / f"{digest}{of_keys}.idx"]
+    if not is_remote(path):
+        sidecars.insert(0, Path(path + of_keys + _SIDECAR))
     for sidecar in sidecars:
+        header = _read_header(sidecar, expected | {"file_bytes": file.file_bytes, "version": file.version})
+        if header is not None:
+            return Shard(path, str(sidecar), **{name: header[name] for name in _IN_HEADER})
+    shard, members = scan_shard(path, keys)
+    header = expected | {name: getattr(shard, name) for name in _IN_HEADER}
+    for sidecar in sidecars[:-1]:
         with contextlib.suppress(OSError):  # a read-only or full data set folder
-            _write(sidecar, header, index.members)
-            return str(sidecar), header
+            _write(sidecar, header, members)
+            return shard._replace(index_path=str(sidecar))
     folder.mkdir(parents=True, exist_ok=True)
-    _write(cached, header, index.members)
-    return str(cached), header
+    _write(sidecars[-1], header, members)
+    return shard._replace(index_path=str(sidecars[-1]))
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -213,19 +214,18 @@ def split_name(name: str) -> tuple[str, str]:
     return (folder + slash + stem, extension.lower()) if stem and extension else ("", "")
 
 
-class _ReadAhead:
-    """pread for a sequential scan of remote storage: reads large blocks, each with retries."""
+def _read_ahead(file: ShardFile, path: str) -> Callable[[int, int], bytes]:
+    """Return a pread for a sequential scan of remote storage: it reads large blocks, each with retries."""
+    start, block = 0, b""
 
-    def __init__(self, file, path: str, storage: StorageOptions):
-        self._file, self._path, self._storage = file, path, storage
-        self._start, self._block = 0, b""
+    def pread(size: int, offset: int) -> bytes:
+        nonlocal start, block
+        if not start <= offset <= offset + size <= start + len(block):
+            block = retry(lambda: file.pread(max(size, _READ_AHEAD), offset), path)
+            start = offset
+        return block[offset - start :][:size]
 
-    def __call__(self, size: int, offset: int) -> bytes:
-        if not self._start <= offset <= offset + size <= self._start + len(self._block):
-            wanted = max(size, _READ_AHEAD)
-            self._block = retry(lambda: self._file.pread(wanted, offset), self._path, self._storage)
-            self._start = offset
-        return self._block[offset - self._start :][:size]
+    return pread
 
 
 def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
@@ -245,8 +245,8 @@ def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
     return members
 
 
-def _read_header(path: Path) -> dict | None:
-    """Return the header of a sidecar, or None if the file is missing, incomplete or of another format."""
+def _read_header(path: Path, expected: dict[str, Any]) -> dict | None:
+    """Return the header of a sidecar, or None if it is missing or incomplete, or has other values than `expected`."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             line = file.readline(_MAX_HEADER)
@@ -254,7 +254,7 @@ def _read_header(path: Path) -> dict | None:
             is_complete = len(line) + header["samples"] * 48 == os.fstat(file.fileno()).st_size
     except (OSError, ValueError, KeyError, TypeError, RecursionError, ShardFault):
         return None
-    return header if is_complete and header.get("format") == _FORMAT else None
+    return header if is_complete and expected.items() <= header.items() else None
 
 
 def _digest(text: str) -> str:

@@ -265,15 +265,14 @@ class TrainLoader(StepLoader):
 
 def _collection(data: DataConfig, share: Share) -> ShardReader | TableReader:
     if data.dataset_type == "csv":
-        return TableReader(data.urls, columns=data.columns, factors=data.upsampling_factors, storage=data.storage)
+        return TableReader(data.urls, columns=data.columns, factors=data.upsampling_factors)
     manifest = load_manifest(
         data.urls,
         factors=data.upsampling_factors,
         keys=data.keys,
         index_cache=data.index_cache,
-        storage=data.storage,
         max_missing=data.max_missing_shards,
         rank=share.reader,
         world_size=share.readers,
     )
-    return ShardReader(manifest, data.keys, storage=data.storage, needs_json=data.texts.needs_json)
+    return ShardReader(manifest, data.keys, needs_json=data.texts.needs_json)

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from infcl.config import counted
-from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, open_members, scan_shard
-from infcl.data.remote import ShardFile, open_shard
-from infcl.data.shards import Manifest, Shard
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, retry
+from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, Shard, open_members, scan_shard
+from infcl.data.shards import Manifest
+from infcl.data.storage import ShardFault, ShardFile, is_remote, open_shard, retry
 
 MAX_CAPTION_BYTES = 4096
 _MERGE_GAP = 4096  # members closer than this are read with one call
@@ -54,7 +53,6 @@ class ShardReader:
     Args:
         manifest: the shards.
         keys: which members of a shard form a sample.
-        storage: time-outs, attempts and the spool.
         needs_json: read the json member in addition to the text member.
     """
 
@@ -63,12 +61,11 @@ class ShardReader:
         manifest: Manifest,
         keys: SampleKeys = DEFAULT_KEYS,
         *,
-        storage: StorageOptions = DEFAULT_STORAGE,
         needs_json: bool = False,
     ):
         # few connections: every worker of every rank opens its own
         remote = any(is_remote(shard.path) for shard in manifest.shards)
-        self.manifest, self.keys, self.storage, self.needs_json = manifest, keys, storage, needs_json
+        self.manifest, self.keys, self.needs_json = manifest, keys, needs_json
         self._max_open = _OPEN_CONNECTIONS if remote else _OPEN_FILES
         # the attributes of indexed.Collection, for the plan and the report
         self.counts = np.array([shard.samples for shard in manifest.shards])
@@ -140,7 +137,7 @@ class ShardReader:
                 raise
 
         try:
-            return retry(attempt, path, self.storage)
+            return retry(attempt, path)
         except ShardFault as error:
             self._faults[i] = time.monotonic() + _LEAVE_ALONE_SECONDS, error
             raise
@@ -158,7 +155,7 @@ class ShardReader:
             self._open.move_to_end(i)
             return self._open[i]
         shard = self.manifest.shards[i]
-        file = open_shard(shard.path, self.storage)
+        file = open_shard(shard.path)
         if (file.file_bytes, file.version) != (shard.file_bytes, shard.version):
             file.close()
             raise ShardFault(
@@ -176,7 +173,7 @@ class ShardReader:
         try:
             return open_members(shard.index_path, shard.samples, shard.file_bytes)
         except (ShardFault, OSError, ValueError):
-            members = scan_shard(shard.path, self.keys, self.storage).members
+            _, members = scan_shard(shard.path, self.keys)
             if len(members) != shard.samples:
                 raise ShardFault(
                     "shard_changed", f"{shard.path} has other samples than its index: restart the run"

@@ -9,6 +9,7 @@ Out: `Manifest`: the sample counts for the plan and the paths for the workers.
 
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,16 +17,15 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import escape, glob
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
 from infcl.config import OneLineParser, counted
-from infcl.data.index import DEFAULT_KEYS, SampleKeys, ensure_index
-from infcl.data.spool import spool_path
-from infcl.data.storage import DEFAULT_STORAGE, ShardFault, StorageOptions, is_remote, open_lines
+from infcl.data.index import DEFAULT_KEYS, SampleKeys, Shard, ensure_index
+from infcl.data.storage import ShardFault, is_remote, open_lines
 
 _SHOWN_KEYS = 100  # printed per cause
+_SOURCES = re.compile("(?<!filecache)::")  # filecache::URL is one URL, of fsspec's cache
 
 
 def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
@@ -57,7 +57,10 @@ def find_shards(
         sources.append([])
         for part in braceexpand(name):
             if part.startswith("pipe:") and not allow_pipe:
-                raise ValueError(f"{part!r} runs a shell command: give --allow-pipe-urls if you trust it")
+                raise ValueError(
+                    f"{part!r} runs a shell command: it needs --dataset-type streaming, and --allow-pipe-urls if you "
+                    "trust it"
+                )
             is_folder = os.path.isdir(part)
             if is_remote(part) or (os.path.exists(part) and not is_folder):
                 sources[-1].append(part)
@@ -84,7 +87,7 @@ def find_shards(
 
 def split_sources(urls: str | Sequence[str]) -> list[str]:
     """Return the `::` parts of `urls`; each line of an `@FILE` is a part. Each part has one upsampling factor."""
-    names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in url.split("::") if name]
+    names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in _SOURCES.split(url) if name]
     return [name for source in names for name in (_names_in(source[1:]) if source[:1] == "@" else [source])]
 
 
@@ -114,30 +117,6 @@ def _check_missing(missing: Sequence[str], found: int, allowed: float) -> None:
         )
 
 
-class Shard(NamedTuple):
-    """One indexed tar."""
-
-    path: str
-    index_path: str
-    samples: int
-    file_bytes: int
-    version: int  # changes when the content may have changed (storage.py)
-    factor: float = 1.0  # how often an epoch sees each of its samples (plan.py)
-
-
-def _check_spool(shards: Sequence[Shard], storage: StorageOptions) -> None:
-    """Check that all spooled shards fit in the spool together: an epoch permutes the samples of all shards."""
-    spooled = [
-        s for s in shards if is_remote(s.path) and (s.path[:5] == "pipe:" or spool_path(s.path, storage).exists())
-    ]
-    needed = sum(shard.file_bytes for shard in spooled)
-    if needed > storage.cache_bytes:
-        raise ValueError(
-            f"{len(spooled)} shards of {needed / 1e9:.3g} GB cannot be read at random and do not fit in the spool of "
-            f"{storage.cache_bytes / 1e9:.3g} GB: raise --data-cache-gb, or use --dataset-type streaming"
-        )
-
-
 @dataclass(frozen=True)
 class Manifest:
     """All shards of a data set.
@@ -146,11 +125,7 @@ class Manifest:
     """
 
     shards: tuple[Shard, ...]
-    rejected: dict[str, int]  # cause -> number of samples that the indexes leave out
-    damaged: dict[str, str]  # shard -> description of the damage
     missing: dict[str, str]  # listed shard -> reason why it is not used
-    sha256: str
-    bad_keys: dict[str, list[str]]  # cause -> examples of rejected samples, as "SHARD: KEY"
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -161,18 +136,35 @@ class Manifest:
     def num_samples(self) -> int:
         return int(self.ends[-1])
 
+    @cached_property
+    def sha256(self) -> str:
+        lines = [
+            f"{os.path.basename(shard.path)} {shard.file_bytes} {shard.samples}"
+            + (f" x {shard.factor!r}" if shard.factor != 1 else "")
+            for shard in self.shards
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Return cause -> number of samples that the indexes leave out."""
+        return sum((Counter(shard.rejected) for shard in self.shards), Counter())
+
     @property
     def found(self) -> dict[str, int]:
-        """Counters of a report that are known before the first read."""
-        found = {f"index/{cause}": count for cause, count in self.rejected.items()}
-        for name, shards in (("damaged", self.damaged), ("missing", self.missing)):
-            found |= {f"index/{name}_shards": len(shards)} if shards else {}
-        return found
+        """Return the counters of a report that are known before the first read."""
+        damaged = sum(shard.damage is not None for shard in self.shards)
+        counts = self.rejected | Counter(damaged_shards=damaged, missing_shards=len(self.missing))
+        return {f"index/{cause}": count for cause, count in counts.items() if count}
 
     @property
     def warnings(self) -> list[str]:
-        damaged = [f"damaged shard, its intact samples are used: {path}: {why}" for path, why in self.damaged.items()]
-        return damaged + [f"shard left out: {path}: {why}" for path, why in self.missing.items()]
+        damaged = [
+            f"damaged shard, its intact samples are used: {shard.path}: {shard.damage}"
+            for shard in sorted(self.shards)
+            if shard.damage
+        ]
+        return damaged + [f"shard left out: {path}: {why}" for path, why in sorted(self.missing.items())]
 
 
 def load_manifest(
@@ -181,7 +173,6 @@ def load_manifest(
     factors: Sequence[float] | None = None,
     keys: SampleKeys = DEFAULT_KEYS,
     index_cache: str | None = None,
-    storage: StorageOptions = DEFAULT_STORAGE,
     max_missing: float = 0.0,
     rank: int = 0,
     world_size: int = 1,
@@ -196,50 +187,28 @@ def load_manifest(
         factors: upsampling factors, one for each `::` part of `urls`.
         keys: which members of a shard form a sample.
         index_cache: folder for indexes that cannot be stored next to their shards.
-        storage: time-outs, attempts and the spool.
         max_missing: fraction of the shards that may be missing or unreadable.
         rank, world_size: choose the shard at which this process starts.
 
     Raises:
-        ValueError: too many shards are missing or unreadable, or the spooled shards do not fit in the spool.
+        ValueError: too many shards are missing or unreadable.
     """
-    sources, absent = find_shards(urls, allow_pipe=storage.allow_pipe, max_missing=max_missing)
+    sources, absent = find_shards(urls, max_missing=max_missing)
     missing = dict.fromkeys(absent, "not found")
-    paths = list(chain.from_iterable(sources))
-    factor_of = [factor for source, factor in zip(sources, check_factors(factors, sources)) for _ in source]
-    shards: list[Shard | None] = [None] * len(paths)
-    rejected: Counter[str] = Counter()
-    damaged: dict[str, str] = {}
-    bad_keys: dict[str, list[str]] = {}
-    for step in range(len(paths)):
-        i = (step + rank * len(paths) // world_size) % len(paths)
+    factor_of = {
+        path: float(factor) for paths, factor in zip(sources, check_factors(factors, sources)) for path in paths
+    }
+    paths, shards = list(factor_of), {}
+    begin = rank * len(paths) // world_size
+    for path in paths[begin:] + paths[:begin]:
         try:
-            index_path, header = ensure_index(paths[i], keys, index_cache, storage)
+            shards[path] = ensure_index(path, keys, index_cache)._replace(factor=factor_of[path])
         except ShardFault as fault:
-            missing[paths[i]] = str(fault)
+            missing[path] = str(fault)
             _check_missing(list(missing.values()), len(paths) + len(absent) - len(missing), max_missing)
-            continue
-        shards[i] = Shard(
-            paths[i], index_path, header["samples"], header["file_bytes"], header["version"], float(factor_of[i])
-        )
-        rejected.update(header["rejected"])
-        for cause, found in header.get("bad_keys", {}).items():  # old indexes have none
-            bad_keys.setdefault(cause, []).extend(f"{paths[i]}: {ascii(key)[1:-1]}" for key in found)
-        if header["damage"]:
-            damaged[paths[i]] = header["damage"]
-    present = tuple(shard for shard in shards if shard is not None)
-    if not present:
+    if not shards:
         raise ValueError(f"none of the {len(missing)} shards of {urls!r} can be read")
-    _check_spool(present, storage)
-    lines = [
-        f"{os.path.basename(shard.path)} {shard.file_bytes} {shard.samples}"
-        + (f" x {shard.factor!r}" if shard.factor != 1 else "")
-        for shard in present
-    ]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return Manifest(
-        present, dict(rejected), dict(sorted(damaged.items())), dict(sorted(missing.items())), digest, bad_keys
-    )
+    return Manifest(tuple(shards[path] for path in paths if path in shards), missing)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -247,7 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=["index"])
     parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs, folders or @FILE")
     parser.add_argument("--index-cache", help="folder of indexes of remote and read-only shards")
-    parser.add_argument("--allow-pipe-urls", action="store_true", help="run the shell commands of pipe: urls")
     parser.add_argument("--max-missing-shards", type=float, default=0.0, help="fraction that may be missing")
     parser.add_argument("--image-key", default=DEFAULT_KEYS.image, help="image extensions, split by ';'")
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
@@ -258,7 +226,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.urls,
         keys=SampleKeys(image=args.image_key, text=args.text_key),
         index_cache=args.index_cache,
-        storage=StorageOptions(allow_pipe=args.allow_pipe_urls),
         max_missing=args.max_missing_shards,
         world_size=args.jobs,
     )
@@ -272,12 +239,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     print(f"{counted(len(manifest.shards), 'shard')}, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
     for cause, count in sorted(manifest.rejected.items()):
+        found = [
+            f"{shard.path}: {ascii(key)[1:-1]}" for shard in manifest.shards for key in shard.bad_keys.get(cause, ())
+        ]
         print(f"  left out, {cause}: {count}")
-        shown = manifest.bad_keys.get(cause, [])[:_SHOWN_KEYS]
-        for key in shown:
+        for key in found[:_SHOWN_KEYS]:
             print(f"    {key}")
-        if count > len(shown) > 0:
-            print(f"    and {count - len(shown)} more")
+        if count > len(found[:_SHOWN_KEYS]) > 0:
+            print(f"    and {count - len(found[:_SHOWN_KEYS])} more")
     for warning in manifest.warnings:
         print(f"  {warning}")
     if manifest.num_samples == 0:

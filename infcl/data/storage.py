@@ -1,26 +1,45 @@
 """Storage: a shard on any kind of storage, as a file for reads at (offset, size).
 
 A shard is a path, `http(s)://`, any other `scheme://` that fsspec supports (s3, gs, hdfs, ...), or `pipe:COMMAND`.
-remote.open_shard opens it as a file with the interface of `LocalFile`. This module has the common parts and local
-files; remote.py has the other kinds.
+`open_shard` opens it for random access, `open_copy` for one sequential pass. The copy of a remote shard is a temporary
+file, so a transfer that breaks off is repeated before a sample of it is used.
 
-A failed read is retried with back-off (`retry`). If it still fails, it raises a `ShardFault` with a cause, which is
-counted. A read never returns wrong bytes.
+A read that fails, or is slower than 16 KB/s, is retried with back-off (`retry`). If it still fails, it raises a
+`ShardFault` with a cause, which is counted. A read never returns wrong bytes.
+
+http(s) uses urllib3 instead of fsspec. If a server ignores the range, fsspec reads a full shard into memory. It also
+reports every failure as a missing file, and hides the file size and tag in each response.
 """
 
+import concurrent.futures
 import contextlib
-import itertools
 import os
 import random
+import shutil
+import signal
 import stat
+import subprocess
+import tempfile
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import IO, TextIO, TypeVar
+from urllib.parse import urljoin
 
+import urllib3
+
+TIMEOUT = 30.0  # seconds without a byte after which a read fails
+ATTEMPTS = 4  # per read
+BACKOFF = 1.0  # seconds to wait after the first failed attempt; the wait doubles after each further one
 MAX_LINE = 16 << 20  # characters per line of a text file
-_SMALLEST_LIMIT = 1 << 30
+_MIN_BYTES_PER_SECOND = 16 << 10  # slower reads are stopped
+_FREE_BYTES = 256 << 20  # disk space that a copy must leave free
+_COPY_BYTES, _READ_BYTES = 8 << 20, 1 << 18  # of a copy: per range, and per read of a stream
+_SECONDS_BETWEEN_CHECKS = 60.0  # of size and tag, if responses do not carry them
+_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 T = TypeVar("T")
 
 
@@ -32,46 +51,67 @@ class ShardFault(Exception):
         self.cause = cause
 
 
-@dataclass(frozen=True)
-class StorageOptions:
-    """Settings for reading shards.
-
-    Args:
-        timeout: seconds without a byte after which a read fails.
-        attempts: number of attempts per read.
-        backoff: seconds to wait after the first failed attempt; the wait doubles after each further one.
-        cache: folder of the spool (default ~/.cache/infcl/shards).
-        cache_bytes: size limit of the spool.
-        allow_pipe: allow `pipe:COMMAND`, which runs a shell command.
-    """
-
-    timeout: float = 30.0
-    attempts: int = 4
-    backoff: float = 1.0
-    cache: str | None = None
-    cache_bytes: int = 100 << 30
-    allow_pipe: bool = False
-
-    @property
-    def copy_bytes(self) -> int:
-        """Size limit in bytes of one spooled shard: the limit of the spool, but at least 1 GiB."""
-        return max(self.cache_bytes, _SMALLEST_LIMIT)
-
-
-DEFAULT_STORAGE = StorageOptions()
-
-
 def is_remote(url: str) -> bool:
     return url.startswith("pipe:") or "://" in url
 
 
-def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
-    """Call `attempt` until it succeeds, at most `options.attempts` times, with exponential back-off.
+def open_shard(url: str) -> "ShardFile":
+    """Open a shard for random access, in one attempt.
+
+    Raises:
+        OSError: the attempt failed and may be retried.
+        ShardFault: the shard cannot be used.
+        ValueError: the fsspec driver of the url is missing.
+    """
+    file = open_file(url)
+    if isinstance(file, HttpFile) and not file.ranges:
+        file.close()
+        raise ShardFault(
+            "shard_unreadable",
+            f"{url}: the server has no random access: use --dataset-type streaming, or filecache::{url} "
+            "(docs/howto/data.md)",
+        )
+    return file
+
+
+def open_file(url: str) -> "ShardFile":
+    """Open a file of any kind, in one attempt, see `open_shard`. It may have no random access, only `copy`."""
+    if not is_remote(url):
+        return LocalFile(open(url, "rb", buffering=0, opener=open_regular))
+    return HttpFile(url) if url.startswith(("http://", "https://")) else FsspecFile(url)
+
+
+def open_copy(url: str) -> "ShardFile":
+    """Open a shard for a sequential pass; a remote one as a temporary copy that is deleted when it is closed.
+
+    Raises:
+        ShardFault: all attempts failed.
+        ValueError: the fsspec driver of the url is missing.
+    """
+
+    def attempt() -> ShardFile:
+        if not is_remote(url):
+            return open_file(url)
+        with contextlib.ExitStack() as on_failure:
+            copy = on_failure.enter_context(tempfile.TemporaryFile())
+            if url.startswith("pipe:"):
+                _copy_pipe(url[5:], _bounded(copy))
+            else:
+                with contextlib.closing(open_file(url)) as file:
+                    file.copy(_bounded(copy))
+            copy.flush()
+            on_failure.pop_all()
+        return LocalFile(copy)
+
+    return retry(attempt, url)
+
+
+def retry(attempt: Callable[[], T], what: str) -> T:
+    """Call `attempt` until it succeeds, at most `ATTEMPTS` times, with exponential back-off.
 
     Args:
         attempt: the function to call.
         what: the path or url, for messages.
-        options: number of attempts and the back-off.
 
     Returns:
         The result of `attempt`.
@@ -79,19 +119,251 @@ def retry(attempt: Callable[[], T], what: str, options: StorageOptions) -> T:
     Raises:
         ShardFault: "shard_missing" at once if the file does not exist, "shard_unreadable" after the last attempt.
     """
-    for number in itertools.count(1):
+    for number in range(ATTEMPTS):
+        if number:  # random, so that thousands of workers do not retry at the same time
+            time.sleep(random.SystemRandom().uniform(0.5, 1.0) * BACKOFF * 2 ** (number - 1))
         try:
             return attempt()
         except FileNotFoundError as error:
             raise ShardFault("shard_missing", f"{what}: not found ({error})") from error
         except OSError as error:
-            if number >= options.attempts:
-                message = f"{what}: {number} attempts failed, the last with {type(error).__name__}: {error}"
-                raise ShardFault("shard_unreadable", message) from error
-        wait = options.backoff * 2 ** (number - 1)
-        # random, so that thousands of workers do not retry at the same time
-        time.sleep(random.SystemRandom().uniform(0.5, 1.0) * wait)
-    raise AssertionError("attempts is at least 1")
+            failure = f"{type(error).__name__}: {error}"
+    raise ShardFault("shard_unreadable", f"{what}: {ATTEMPTS} attempts failed, the last with {failure}")
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return call(), or raise TimeoutError after `seconds`; a hanging call stays in its daemon thread.
+
+    Raises OSError and ShardFault as they are, and other exceptions (of urllib3, of a driver) as OSError.
+    """
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # re-raised in the caller's thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        error = outcome.exception(seconds)
+    except concurrent.futures.TimeoutError:
+        raise TimeoutError(f"no answer within {seconds:.3g} s") from None
+    if error is None:
+        return outcome.result()
+    if isinstance(error, (OSError, ShardFault)):
+        raise error
+    raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class ShardFile(ABC):
+    """A file for reads at (offset, size).
+
+    Attributes: file_bytes (-1 if a server does not report it), version (changes when the content may have changed).
+    """
+
+    file_bytes: int
+    version: int
+
+    @abstractmethod
+    def pread(self, size: int, offset: int) -> bytes:
+        """Read `size` bytes at `offset`; fewer only at the end of the file."""
+
+    def copy(self, write: Callable[[bytes], object]) -> None:
+        """Pass the full file to `write`, in order."""
+        for offset in range(0, self.file_bytes, _COPY_BYTES):
+            write(self.pread(_COPY_BYTES, offset))
+
+    def changed(self) -> bool:
+        """Return whether the content may have changed since the file was opened."""
+        return False
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class LocalFile(ShardFile):
+    """An open regular file."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self.file_bytes, self.version = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        state = os.fstat(self._file.fileno())
+        return state.st_size, state.st_mtime_ns
+
+    def pread(self, size: int, offset: int) -> bytes:
+        data = os.pread(self._file.fileno(), size, offset)
+        while len(data) < size and (more := os.pread(self._file.fileno(), size - len(data), offset + len(data))):
+            data += more
+        return data
+
+    def changed(self) -> bool:
+        return self._state() != (self.file_bytes, self.version)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RemoteFile(ShardFile):
+    """A remote file. Each read has a time limit: a server may send a byte now and then, and a driver may hang."""
+
+    _least_transfer = 0  # bytes that any read may have to transfer
+
+    def pread(self, size: int, offset: int) -> bytes:
+        size = min(size, self.file_bytes - offset)
+        if size <= 0:
+            return b""
+        seconds = TIMEOUT + max(size, self._least_transfer) / _MIN_BYTES_PER_SECOND
+        data = within(seconds, lambda: self._read(size, offset))
+        if len(data) != size:
+            raise OSError(f"{size} bytes were requested, the server sent {len(data)}")
+        return data
+
+    @abstractmethod
+    def _read(self, size: int, offset: int) -> bytes:
+        """Read at a place inside the file, without a time limit."""
+
+
+class HttpFile(RemoteFile):
+    """A file read by range requests over a persistent connection.
+
+    Every response carries the file's size and tag, so each read detects whether the file has changed. `ranges` is false
+    if the server cannot read ranges of the file or does not report its size.
+    """
+
+    def __init__(self, url: str):
+        self._url = self._final = url  # _final: after redirects
+        once = urllib3.Retry(connect=False, read=False, other=False, redirect=5)  # `retry` repeats failed reads
+        self._pool = urllib3.PoolManager(retries=once, timeout=TIMEOUT)
+        response = within(TIMEOUT, lambda: self._get({"Range": "bytes=0-0"}))
+        self.file_bytes, self.version = _http_state(response)
+        self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" has no size
+        if self.ranges:
+            response.read()  # one byte, so that the connection is kept
+        else:
+            response.close()  # the body may be the full file
+
+    def _read(self, size: int, offset: int) -> bytes:
+        response = self._get({"Range": f"bytes={offset}-{offset + size - 1}"})
+        if response.status != 206 or _http_state(response) != (self.file_bytes, self.version):
+            raise ShardFault("shard_changed", f"{self._url} changed during the run")
+        content_range = response.headers.get("Content-Range", "")
+        if not content_range.removeprefix("bytes").strip().startswith(f"{offset}-"):
+            raise OSError(f"bytes from {offset} were requested, the server sent {content_range}")
+        return response.read(size + 1)
+
+    def copy(self, write: Callable[[bytes], object]) -> None:
+        if self.ranges:
+            return super().copy(write)
+        response = within(TIMEOUT, lambda: self._get({}))
+        while part := within(TIMEOUT, lambda: response.read1(_READ_BYTES)):
+            write(part)
+
+    def close(self) -> None:
+        self._pool.clear()
+
+    def _get(self, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        headers = {"Accept-Encoding": "identity"} | headers
+        response = self._pool.request("GET", self._final, headers=headers, preload_content=False)
+        if response.status < 400:
+            for redirect in response.retries.history if response.retries else ():
+                self._final = urljoin(self._final, redirect.redirect_location or "")
+            return response
+        response.close()
+        what = f"http status {response.status} {response.reason}"
+        if self._final != self._url or response.status in _TEMPORARY:
+            self._final = self._url  # the redirect may have been temporary
+            raise OSError(what)
+        if response.status in (404, 410):
+            raise FileNotFoundError(what)
+        raise ShardFault("shard_unreadable", f"{self._url}: {what}")
+
+
+def _http_state(response: urllib3.BaseHTTPResponse) -> tuple[int, int]:
+    """Return (file size, version) of a response; the size is -1 if the response has none."""
+    size = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
+    tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+    return int(size) if size.isdigit() else -1, _number_of(tag)
+
+
+class FsspecFile(RemoteFile):
+    """A file read by ranges through an fsspec driver, or through one of fsspec's caches (filecache::URL)."""
+
+    def __init__(self, url: str):
+        try:
+            import fsspec
+
+            self._files, self._path = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            scheme = url.partition("://")[0]
+            raise ValueError(
+                f"{url}: reading {scheme}:// needs fsspec's driver for it (s3fs for s3, gcsfs for gs): {error}"
+            ) from error
+        self.file_bytes, self.version = self._state()
+        if "::" in url:  # the first read copies the full file to the cache
+            self._least_transfer = self.file_bytes
+
+    def _state(self) -> tuple[int, int]:
+        self._asked = time.monotonic()
+        info = within(TIMEOUT, lambda: self._files.info(self._path))
+        tag = next((str(info[name]) for name in ("ETag", "etag", "mtime", "LastModified", "md5") if name in info), "")
+        return int(info["size"]), _number_of(tag)
+
+    def _read(self, size: int, offset: int) -> bytes:
+        return self._files.cat_file(self._path, start=offset, end=offset + size)
+
+    def changed(self) -> bool:
+        """Check at most once per minute: a check per read would double the requests."""
+        if time.monotonic() < self._asked + _SECONDS_BETWEEN_CHECKS:
+            return False
+        self._files.invalidate_cache(self._path)
+        return self._state() != (self.file_bytes, self.version)
+
+    def close(self) -> None:
+        pass
+
+
+def _number_of(tag: str) -> int:
+    return int.from_bytes(blake2b(tag.encode(), digest_size=7).digest(), "big") if tag else 0
+
+
+def _bounded(file: IO[bytes]) -> Callable[[bytes], None]:
+    """Return a `write` to `file`. It raises TimeoutError if the data comes too slowly, ShardFault on a full disk."""
+    deadline, written = time.monotonic() + TIMEOUT, 0
+
+    def write(data: bytes) -> None:
+        nonlocal written
+        written += len(data)
+        if time.monotonic() > deadline + written / _MIN_BYTES_PER_SECOND:
+            raise TimeoutError(f"slower than {_MIN_BYTES_PER_SECOND >> 10} KB/s")
+        if (free := shutil.disk_usage(file.fileno()).free) < _FREE_BYTES:
+            folder = tempfile.gettempdir()
+            raise ShardFault("shard_unreadable", f"{free / 1e6:.0f} MB are free for a copy in {folder} (TMPDIR)")
+        file.write(data)
+
+    return write
+
+
+def _copy_pipe(command: str, write: Callable[[bytes], None]) -> None:
+    """Write a shell command's output. Raises OSError if it fails, stalls (then it is killed) or writes nothing."""
+    copied = 0
+    with subprocess.Popen(
+        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None, "it is a pipe"
+        output = process.stdout.fileno()
+        try:
+            while part := within(TIMEOUT, lambda: os.read(output, _READ_BYTES)):
+                write(part)
+                copied += len(part)
+            status = within(TIMEOUT, process.wait)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if status != 0 or copied == 0:
+        raise OSError(f"exit status {status} after {copied} bytes")
 
 
 def open_regular(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
@@ -133,33 +405,3 @@ def write_atomic(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-class LocalFile:
-    """A regular local file. `fixed_version` replaces the time stamp as version, for files of the spool.
-
-    Attributes: file_bytes, version (changes when the content may have changed).
-    """
-
-    def __init__(self, path: str | os.PathLike, *, fixed_version: int | None = None):
-        self._file = open(path, "rb", buffering=0, opener=open_regular)
-        self._fixed_version = fixed_version
-        self.file_bytes, self.version = self._state()
-
-    def _state(self) -> tuple[int, int]:
-        state = os.fstat(self._file.fileno())
-        return state.st_size, state.st_mtime_ns if self._fixed_version is None else self._fixed_version
-
-    def pread(self, size: int, offset: int) -> bytes:
-        """Read `size` bytes at `offset`; fewer only at the end of the file."""
-        data = os.pread(self._file.fileno(), size, offset)
-        while len(data) < size and (more := os.pread(self._file.fileno(), size - len(data), offset + len(data))):
-            data += more
-        return data
-
-    def changed(self) -> bool:
-        """Return whether the content may have changed since the file was opened."""
-        return self._state() != (self.file_bytes, self.version)
-
-    def close(self) -> None:
-        self._file.close()

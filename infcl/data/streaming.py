@@ -1,9 +1,9 @@
 """The streaming reader: shards front to back, for storage without random access (`pipe:`, http) and for evaluation.
 
 For training, (seed, epoch) determines the order of the shards. They are split over ranks x workers, streamed, and
-shuffled in a seeded buffer. A remote shard is spooled to local disk before its first sample is used. A transfer that
-breaks off, stalls or has the wrong length is therefore repeated, and no sample of it is used. The members of a shard
-are found as in the indexed reader (index.find_samples), so damage costs the same samples.
+shuffled in a seeded buffer. A remote shard is copied to a temporary file before its first sample is used. A transfer
+that breaks off, stalls or has the wrong length is therefore repeated, and no sample of it is used. The members of a
+shard are found as in the indexed reader (index.find_samples), so damage costs the same samples.
 
 Unlike the indexed reader, this one does not have:
 - an exact resume inside an epoch: it starts at about the shard of that step and yields the remaining number of steps;
@@ -12,29 +12,24 @@ Unlike the indexed reader, this one does not have:
 - independence of the number of workers.
 """
 
+import contextlib
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from infcl.config import counted
 from infcl.data.config import DataConfig
-from infcl.data.index import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, SIDECAR, SampleKeys, find_samples
+from infcl.data.index import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, SampleKeys, find_samples
 from infcl.data.plan import Share, random_order
 from infcl.data.records import BadSample, Record, read_members
-from infcl.data.remote import local_copy
 from infcl.data.samples import SampleDecoder
 from infcl.data.shards import find_shards
-from infcl.data.storage import DEFAULT_STORAGE, LocalFile, ShardFault, StorageOptions, is_remote, open_regular, retry
+from infcl.data.storage import ShardFault, ShardFile, open_copy
 from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_dataloader
 
-_MAX_COUNTS = 64 << 20  # bytes read of a file with sample counts
 _SHUFFLE_BUFFER = 2048  # undecoded samples
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than that stop the run
 
@@ -44,7 +39,6 @@ def stream_records(
     keys: SampleKeys,
     failed: Callable[[str, str, Exception], None],
     *,
-    storage: StorageOptions = DEFAULT_STORAGE,
     on_part: Callable[[int], None] = lambda part: None,
 ) -> Iterator[tuple[str, Record]]:
     """Yield (key, record) of every sample, in order.
@@ -53,47 +47,38 @@ def stream_records(
         urls: the shards.
         keys: which members of a shard form a sample.
         failed: called with (cause, url, error) for each shard that cannot be opened or is damaged.
-        storage: time-outs, attempts and the spool.
         on_part: called with the number of each shard before it is read.
     """
     for number, url in enumerate(urls):
         on_part(number)
         try:
-            path = local_copy(url, storage)
-            file = retry(partial(LocalFile, path), url, storage)
-            try:
+            with contextlib.closing(open_copy(url)) as file:
                 rows, _, damage = find_samples(file.pread, file.file_bytes, url, keys)
                 if damage:
                     failed("damaged_shard", url, ValueError(f"{url}: {damage}"))
                 for key, row in rows.items():
                     name = key.encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
-                    yield name, _read_record(file, row, name, url)
-            finally:
-                file.close()
+                    yield name, _read_record(file, row, f"{url} {name}", url)
         except ShardFault as fault:
             failed(fault.cause, url, fault)
-        except OSError as error:
-            failed("shard_unreadable", url, error)
-        except ValueError as error:  # compressed
-            failed("damaged_shard", url, error)
+        except (OSError, ValueError) as error:  # ValueError: it is compressed
+            failed("damaged_shard" if isinstance(error, ValueError) else "shard_unreadable", url, error)
 
 
-def _read_record(file: LocalFile, row: list[int], key: str, url: str) -> Record:
-    members, where = [(row[0], row[1]), (row[2], min(row[3], MAX_TEXT_BYTES + 1)), (row[4], row[5])], f"{url} {key}"
+def _read_record(file: ShardFile, row: list[int], where: str, url: str) -> Record:
     if row[1] > MAX_IMAGE_BYTES:
         fault = ShardFault("image_file_too_large", f"{row[1]} bytes, {MAX_IMAGE_BYTES} allowed")
         return Record(None, None, None, where, url, fault)
-    image, text, json_member = read_members(file, members, url)
-    return Record(image, text, json_member, where, url)
+    text_bytes = min(row[3], MAX_TEXT_BYTES + 1)
+    image, text, json = read_members(file, [(row[0], row[1]), (row[2], text_bytes), (row[4], row[5])], url)
+    return Record(image, text, json, where, url)
 
 
 class StreamingDataset(torch.utils.data.IterableDataset):
     """Endless stream of one worker's micro-batches in `epoch`. The source takes as many as the rank needs."""
 
-    def __init__(
-        self, shards: list[str], decoder: SampleDecoder, share: Share, storage: StorageOptions, board: WorkerBoard
-    ):
-        self.shards, self.decoder, self.share, self.storage, self.board = shards, decoder, share, storage, board
+    def __init__(self, shards: list[str], decoder: SampleDecoder, share: Share, board: WorkerBoard):
+        self.shards, self.decoder, self.share, self.board = shards, decoder, share, board
         self.epoch, self.done = 0, 0.0  # current epoch, and the fraction of it before the first step
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog] | NoBatch]:
@@ -148,7 +133,7 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 
         while True:
             record = None
-            stream = stream_records(mine, self.decoder.keys, failed, storage=self.storage, on_part=on_part)
+            stream = stream_records(mine, self.decoder.keys, failed, on_part=on_part)
             for _, record in shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER, rng=rng)(stream):
                 yield record
             if record is None:
@@ -162,28 +147,21 @@ class StreamingSource(Source):
     """Source on a DataLoader over a StreamingDataset. Workers restart each epoch with a copy of the current dataset."""
 
     def __init__(self, data: DataConfig, decoder: SampleDecoder, share: Share):
-        num_samples, storage = data.num_samples, data.storage
-        sources, missing = find_shards(data.urls, allow_pipe=storage.allow_pipe, max_missing=data.max_missing_shards)
+        assert data.num_samples is not None, "checked by DataConfig"
+        sources, missing = find_shards(data.urls, allow_pipe=data.allow_pipe, max_missing=data.max_missing_shards)
         shards = list(chain.from_iterable(sources))
         readers = share.readers * max(1, data.workers)
-        if num_samples is None:
-            num_samples = known_samples(shards)
-        if num_samples is None:
-            raise ValueError(
-                "the streaming reader cannot count samples: give --train-num-samples, or put sizes.json or "
-                "img2dataset's _stats.json next to the shards"
-            )
         if len(shards) < readers:
             raise ValueError(
                 f"{counted(len(shards), 'shard')} cannot feed {counted(share.readers, 'rank')} x "
                 f"{counted(max(1, data.workers), 'worker')}: the streaming reader needs {readers}; use fewer "
                 "workers, or the indexed reader"
             )
-        self.num_samples, self.found = num_samples, {"index/missing_shards": len(missing)} if missing else {}
-        self.steps_per_epoch = share.steps_per_epoch(num_samples, f"an epoch has {num_samples} samples")
+        self.num_samples, self.found = data.num_samples, {"index/missing_shards": len(missing)} if missing else {}
+        self.steps_per_epoch = share.steps_per_epoch(self.num_samples, f"an epoch has {self.num_samples} samples")
         self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
         self.board = WorkerBoard(data.workers, data.timeout, shards.__getitem__)
-        self._dataset, self._share = StreamingDataset(shards, decoder, share, storage, self.board), share
+        self._dataset, self._share = StreamingDataset(shards, decoder, share, self.board), share
         self._loader = make_dataloader(
             self._dataset,
             num_workers=data.workers,
@@ -195,37 +173,3 @@ class StreamingSource(Source):
         assert not again, "a stream is read once"
         self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
         return islice(self.board.watch(self._loader), (self.steps_per_epoch - step) * self._share.num_micro_batches)
-
-
-def known_samples(shards: Sequence[str]) -> int | None:
-    """Return the number of samples in all shards from the files next to them, or None if a count is unknown.
-
-    The count of a local shard comes from the first of: its index (`SHARD.tar.infcl.idx`), `sizes.json` in its folder
-    ({file: number}), img2dataset's `SHARD_stats.json` ("successes").
-    """
-    if any(is_remote(shard) for shard in shards):
-        return None
-    paths, total = [Path(shard) for shard in shards], 0
-    sizes = {folder: _read_json(folder / "sizes.json") for folder in {path.parent for path in paths}}
-    for path in paths:
-        counts = (
-            _read_json(Path(f"{path}{SIDECAR}")).get("samples"),
-            sizes[path.parent].get(path.name),
-            _read_json(Path(f"{str(path).removesuffix('.tar')}_stats.json")).get("successes"),
-        )
-        count = next((int(str(value)) for value in counts if str(value).isdigit()), None)
-        if count is None:
-            return None
-        total += count
-    return total
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file or of its first line (an index), {} if there is none."""
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            data = file.read(_MAX_COUNTS)
-        value = json.loads(data.partition(b"\n")[0] if path.name.endswith(SIDECAR) else data)
-    except (OSError, ShardFault, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -6,27 +6,23 @@ Out: `TableReader`, with random access to the records of rows. It keeps the rows
      that workers share the memory. Updates of reference counts would copy a list of strings into every worker.
 """
 
+import contextlib
 import csv
 import hashlib
 import os
-import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from infcl.config import counted
-from infcl.data.images import IMAGE_SUFFIXES
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
-from infcl.data.remote import open_shard
 from infcl.data.shards import check_factors, split_sources
-from infcl.data.storage import DEFAULT_STORAGE, MAX_LINE, ShardFault, StorageOptions, open_lines, retry
+from infcl.data.storage import ShardFault, open_file, open_lines, retry
 
-_IMAGE_NAME = re.compile(
-    rf"[A-Za-z][\w+.-]*://\S+|.*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(\?.*)?", re.IGNORECASE
-)
 _TRIED = 1000  # images per table of which at least one must exist before training
 
 
@@ -48,13 +44,14 @@ class TableReader:
         urls: paths of the tables, or a `::` list.
         columns: the format of the tables.
         factors: upsampling factors, one per table.
-        storage: time-outs and attempts.
 
     Raises:
         ValueError: a table cannot be read, lacks a column, or none of its first images exists.
     """
 
     keys = DEFAULT_KEYS
+    warnings = ()
+    if_empty = "a table has a line of column names, then a line for each image (docs/howto/data.md)"
 
     def __init__(
         self,
@@ -62,30 +59,29 @@ class TableReader:
         *,
         columns: TableColumns = DEFAULT_COLUMNS,
         factors: Sequence[float] | None = None,
-        storage: StorageOptions = DEFAULT_STORAGE,
     ):
-        self.paths, self.storage = split_sources(urls), storage
-        block, ends, counts = bytearray(), [0], []
+        self.paths = split_sources(urls)
+        block, ends, counts = bytearray(), array("q", [0]), []
         self._folders: list[str] = []  # base folder of the relative paths of each table
-        found: Counter[str] = Counter()
-        self.warnings: list[str] = []
+        problems: Counter[str] = Counter()
         for path in self.paths:
-            rows, problems, warnings = _read_table(path, columns)
-            self._folders.append(_folder_of(rows, path))
-            found.update(problems)
-            self.warnings += warnings
-            for image, caption in rows:
-                for field in (image, caption):
+            first: list[str] = []
+            before = len(ends)
+            for row in _rows(path, columns, problems):
+                if len(first) < _TRIED and "://" not in row[0]:
+                    first.append(row[0])
+                for field in row:
                     block += field.encode("utf-8", "surrogateescape")
                     ends.append(len(block))
-            counts.append(len(rows))
-        self._block, self._ends = np.frombuffer(bytes(block), dtype=np.uint8), np.array(ends, dtype=np.int64)
+            counts.append((len(ends) - before) // 2)
+            self._folders.append(_folder_of(first, path))
+        self._block, self._ends = np.frombuffer(block, dtype=np.uint8), np.frombuffer(ends, dtype=np.int64)
         self.counts = np.array(counts, dtype=np.int64)
         self.factors = np.array(check_factors(factors, self.paths), dtype=np.float64)
-        # not the folders: a copy of the data has the same hash
-        content = (self._block, self._ends, self.counts, self.factors)
-        self.sha256, self.found = hashlib.sha256(b"".join(part.tobytes() for part in content)).hexdigest(), dict(found)
-        self.if_empty = "a table has a line of column names, then a line for each image (docs/howto/data.md)"
+        digest = hashlib.sha256()
+        for part in (self._block, self._ends, self.counts, self.factors):  # no folders: a copy has the same hash
+            digest.update(part.data)
+        self.sha256, self.found = digest.hexdigest(), dict(+problems)
 
     def __str__(self) -> str:
         tables = len(self.paths)
@@ -99,13 +95,12 @@ class TableReader:
     ) -> list[Record]:
         """Return the records of int64 row numbers [n], in their order. With `images=False`, the images are not read."""
         records = []
-        for row in samples.tolist():
-            part = int(np.searchsorted(np.cumsum(self.counts), row, side="right"))
+        parts = np.searchsorted(np.cumsum(self.counts), samples, side="right")
+        for row, part in zip(samples.tolist(), parts.tolist()):
             on_part(part)
             record = self._row(row, part)
             try:
-                image = read_image(record.where, self.storage) if images else None
-                records.append(record._replace(image=image))
+                records.append(record._replace(image=read_image(record.where)) if images else record)
             except ShardFault as fault:
                 records.append(record._replace(fault=fault))
         return records
@@ -122,123 +117,83 @@ class TableReader:
         return Record(None, self._block[middle:end].tobytes(), None, path, self.paths[part])
 
 
-def read_image(path: str, storage: StorageOptions = DEFAULT_STORAGE) -> bytes:
+def read_image(path: str) -> bytes:
     """Return the bytes of an image file. Raises ShardFault."""
     if path.startswith("pipe:"):  # a table is data and must not run a command
         raise ShardFault("missing_image_file", f"{path!r} is no file")
 
     def attempt() -> bytes:
+        data = bytearray()
+
+        def write(part: bytes) -> None:
+            data.extend(part)
+            if max(len(data), file.file_bytes) > MAX_IMAGE_BYTES:
+                raise ShardFault("image_file_too_large", f"{path}: {max(len(data), file.file_bytes)} bytes")
+
         try:
-            file = open_shard(path, storage)
+            opened = open_file(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
             raise ShardFault("missing_image_file", f"{path}: {error}") from error
-        try:
-            if file.file_bytes > MAX_IMAGE_BYTES:
-                raise ShardFault("image_file_too_large", f"{path}: {file.file_bytes} bytes")
-            return file.pread(file.file_bytes, 0)
-        finally:
-            file.close()
+        with contextlib.closing(opened) as file:
+            file.copy(write)
+        return bytes(data)
 
-    return retry(attempt, path, storage)
+    return retry(attempt, path)
 
 
-def _read_table(path: str, columns: TableColumns) -> tuple[list[tuple[str, str]], Counter, list[str]]:
-    """Return ((image path, caption) of each row, counts of skipped rows by cause, warnings).
+def _rows(path: str, columns: TableColumns, problems: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield (image path, caption) of each row; count the lines of other rows in `problems`.
 
-    An unclosed quote at the start of a field merges all rows up to the next quote into that field. If the lines of a
-    field look like rows, they are skipped and counted.
+    The csv module rejects a row whose quotes do not match, or with a field of more than 128 KB.
     """
     separator = columns.separator
     if len(separator) != 1:
         raise ValueError(f"--csv-separator {separator!r} must be one character")
-    rows: list[tuple[str, str]] = []
-    problems: Counter[str] = Counter()
-    warnings: list[str] = []
-    lines = _numbered_rows(path, separator)
-    header = [name.removeprefix("\ufeff") for name in next(lines, (1, 1, []))[2] or []]
-    try:
-        image_at, caption_at = header.index(columns.image), header.index(columns.caption)
-    except ValueError:
-        raise ValueError(
-            f"{path} has no columns {columns.image!r} and {columns.caption!r} but {header[:10]}: "
-            f"set --csv-img-key, --csv-caption-key or --csv-separator (now {separator!r})"
-        ) from None
-    for first, taken, row in lines:
-        if row is None:
-            problems["index/bad_row"] += taken
-        elif taken > 1 and _holds_rows(row, len(header), image_at, separator):
-            if not problems["index/unclosed_quote"]:
-                warnings.append(
-                    f"{path}, lines {first} to {first + taken - 1}: one quoted field contains what look like rows; "
-                    "they are left out: remove the quote that opens it (index/unclosed_quote counts such lines)"
-                )
-            problems["index/unclosed_quote"] += taken
-        elif len(row) <= max(image_at, caption_at):
-            problems["index/bad_row"] += bool(row)  # an empty line is not a row
-        elif not row[image_at]:
-            problems["index/no_image"] += 1
-        else:
-            rows.append((row[image_at], row[caption_at]))
-    return rows, +problems, warnings
+    with open_lines(path, errors="surrogateescape") as lines:
+        reader = csv.reader((line.replace("\0", "") for line in lines), delimiter=separator, strict=True)
+        rows = _well_formed(reader, problems)
+        header = [name.removeprefix("\ufeff") for name in next(rows, [])]
+        try:
+            image_at, caption_at = header.index(columns.image), header.index(columns.caption)
+        except ValueError:
+            raise ValueError(
+                f"{path} has no columns {columns.image!r} and {columns.caption!r} but {header[:10]}: "
+                f"set --csv-img-key, --csv-caption-key or --csv-separator (now {separator!r})"
+            ) from None
+        for row in rows:
+            if len(row) <= max(image_at, caption_at):
+                problems["index/bad_row"] += bool(row)  # an empty line is not a row
+            elif not row[image_at]:
+                problems["index/no_image"] += 1
+            else:
+                yield row[image_at], row[caption_at]
 
 
-def _numbered_rows(path: str, separator: str) -> Iterator[tuple[int, int, list[str] | None]]:
-    """Yield (number of the first line, number of lines, fields) of each row; fields is None if csv cannot parse it.
-
-    Raises ValueError if a quoted field extends to the end of the file.
-    """
-    at_end = False
-
-    def without_nuls(lines: Iterator[str]) -> Iterator[str]:
-        nonlocal at_end
-        yield from (line.replace("\0", "") for line in lines)
-        at_end = True
-
-    before = csv.field_size_limit(MAX_LINE)  # the default is 128 K
-    try:
-        with open_lines(path, errors="surrogateescape") as lines:
-            rows, first = csv.reader(without_nuls(lines), delimiter=separator), 1
-            while not at_end:
-                row: list[str] | None
-                try:
-                    row = next(rows)
-                except StopIteration:
-                    return
-                except csv.Error:
-                    row = None
-                taken = rows.line_num + 1 - first
-                if at_end and row is not None:  # the reader needs more lines than the file has
-                    raise ValueError(
-                        f"{path}, line {first}: a quote opens there, or in the {taken} lines from there to the end, "
-                        "and is never closed: remove it, or double it within a quoted field"
-                    )
-                yield first, taken, row
-                first = rows.line_num + 1
-    finally:
-        csv.field_size_limit(before)
+def _well_formed(reader: Any, problems: Counter[str]) -> Iterator[list[str]]:
+    while True:
+        before = reader.line_num
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            problems["index/bad_row"] += reader.line_num - before
 
 
-def _holds_rows(row: list[str], columns: int, image_at: int, separator: str) -> bool:
-    """Return whether a line inside a field looks like a row: all columns, and an image name in the image column."""
-    lines = (line.split(separator) for field in row for line in field.splitlines()[1:])
-    return any(len(parts) >= columns and _IMAGE_NAME.fullmatch(parts[image_at].strip()) for parts in lines)
-
-
-def _folder_of(rows: list[tuple[str, str]], path: str) -> str:
+def _folder_of(images: list[str], path: str) -> str:
     """Return the base folder of a table's relative paths: "" or the table's folder, where the first image is found.
 
-    Raises ValueError if none of the first _TRIED local images exists.
+    Raises ValueError if none of `images`, the first local ones, exists.
     """
-    local = [image for image, _ in rows if "://" not in image][:_TRIED]
     folder = os.path.dirname(path)
-    for image in local:
+    for image in images:
         if os.path.exists(image):
             return ""
         if os.path.exists(os.path.join(folder, image)):
             return folder
-    if local:
+    if images:
         raise ValueError(
-            f"{path}: none of its first {len(local):,} images is there (the first: {local[0]!r}); a path that is not "
+            f"{path}: none of its first {len(images):,} images is there (the first: {images[0]!r}); a path that is not "
             f"absolute is taken from the working directory or from {folder or '.'}"
         )
     return ""

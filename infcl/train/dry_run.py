@@ -133,7 +133,7 @@ def _data_line(config: TrainConfig, loader) -> str:
     from infcl.data.shards import expand_shards
 
     assert config.train_data is not None, "config/checks.py asks for it where data is not synthetic"
-    shards = expand_shards(config.train_data)
+    shards = expand_shards(config.train_data, allow_pipe=config.allow_pipe_urls)
     found = {name.removeprefix("index/"): n for name, n in loader.report().items() if name.startswith("index/") and n}
     left_out = ", ".join(f"{n:,} {name}" for name, n in sorted(found.items())) or "none"
     size = _size(sum(Path(path).stat().st_size for path in shards if Path(path).is_file()))

@@ -190,9 +190,9 @@ def damaged_tar(draw):
 def check_damaged_tar(case, path):
     data, intact = case
     path.write_bytes(data)
-    index = scan_shard(str(path), SampleKeys())
+    shard, members = scan_shard(str(path), SampleKeys())
     found = []
-    for row in index.members.tolist():
+    for row in members.tolist():
         image, text, metadata = (data[o : o + n] if o >= 0 else None for o, n in zip(row[::2], row[1::2]))
         assert all(o + n <= len(data) for o, n in zip(row[::2], row[1::2]))
         found.append((image, metadata, text))
@@ -201,9 +201,9 @@ def check_damaged_tar(case, path):
         except BadSample:
             pass
     assert set(intact) <= set(found)
-    if len(index.members) < 7 and not index.rejected:
-        end = max((o + n for row in index.members.tolist() for o, n in zip(row[::2], row[1::2])), default=0)
-        assert index.damage or not any(data[end:])  # a tar whose rest was zeroed looks like one that ends there
+    if len(members) < 7 and not shard.rejected:
+        end = max((o + n for row in members.tolist() for o, n in zip(row[::2], row[1::2])), default=0)
+        assert shard.damage or not any(data[end:])  # a tar whose rest was zeroed looks like one that ends there
     failures = []
     streamed = list(stream_records([str(path)], SampleKeys(), lambda *failure: failures.append(failure)))
     assert len(streamed) <= 21

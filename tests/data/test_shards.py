@@ -23,33 +23,34 @@ def three_pairs() -> list[tuple[str, bytes]]:
     return [member for i in range(3) for member in pair_members(i)]
 
 
-def test_braces_lists_globs_and_folders_name_the_same_shards(tmp_path):
-    folder = write_shards(tmp_path / "a", [1, 1, 1])
+def test_braces_lists_globs_folders_and_files_of_urls_name_the_same_shards(tmp_path):
+    folder = write_shards(tmp_path / "it's (a)", [1, 1, 1])
     expected = [f"{folder}/{i:05d}.tar" for i in range(3)]
-    assert expand_shards(folder) == expected
-    assert expand_shards(folder + "/{00000..00002}.tar") == expected
-    assert expand_shards("::".join(expected)) == expected
-    assert expand_shards(expected) == expected
-    assert expand_shards(folder + "/*.tar") == expected
+    names = tmp_path / "urls.txt"
+    names.write_text(f"# all\n{tmp_path}/it*/0000[01].tar\n\n  {tmp_path}/it*/00002.tar  \r\n")
+    braces, globs = folder + "/{00000..00002}.tar", folder + "/*.tar"
+    for urls in (folder, braces, globs, "::".join(expected), expected, f"@{names}", [f"@{names}"]):
+        assert expand_shards(urls) == expected
+    assert [shard.factor for shard in load_manifest(f"@{names}", factors=[1, 2]).shards] == [1, 1, 2]
     assert expand_shards("pipe:cat x{0..1}.tar", allow_pipe=True) == ["pipe:cat x0.tar", "pipe:cat x1.tar"]
+    chained = ["filecache::https://host/0.tar", "filecache::s3://host/1.tar"]
+    assert expand_shards("::".join(chained)) == chained
 
 
-def test_a_shard_that_is_named_twice_is_rejected(tmp_path):
-    folder = str(tmp_path / "s")
-    write_shards(tmp_path / "s", [2, 2, 2])
-    with pytest.raises(ValueError, match="1 of 3 shards are listed more than once: .*00001.tar: their samples"):
-        expand_shards(f"{folder}::{folder}/../s/00001.tar")
-    with pytest.raises(ValueError, match="1 of 1 shards .*upsampling-factors"):
-        expand_shards("https://host/0.tar::https://host/0.tar")
-
-
-def test_missing_shards_are_an_error_that_counts_them(tmp_path):
-    folder = write_shards(tmp_path / "a", [1, 1])
-    with pytest.raises(ValueError, match="2 of 4 shards are missing: .*00002.tar, .*00003.tar"):
-        expand_shards(folder + "/{00000..00003}.tar")
+def test_shards_that_are_missing_or_named_twice_are_an_error_that_counts_them(tmp_path):
+    folder = write_shards(tmp_path / "s", [1, 1])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no \\*.tar in this folder"):
-        expand_shards(str(tmp_path / "empty"))
+    for urls, message in [
+        (f"{folder}::{folder}/../s/00001.tar", "1 of 2 shards are listed more than once: .*00001.tar: their samples"),
+        ("https://host/0.tar::https://host/0.tar", "1 of 1 shards .*upsampling-factors"),
+        (folder + "/{00000..00003}.tar", "2 of 4 shards are missing: .*00002.tar, .*00003.tar"),
+        (str(tmp_path / "empty"), r"no \*.tar in this folder"),
+        ("@/nowhere", "cannot read the urls of @/nowhere: "),
+        ("@/dev/zero", "cannot read the urls of @/dev/zero: .*is not a regular file"),
+        ("pipe:cat x", "runs a shell command: it needs --dataset-type streaming, and --allow-pipe-urls"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_manifest(urls)
 
 
 SHORT_NAMES = ["", "a/b/", "d" * 60 + "/" + "f" * 90, "../../etc/"]
@@ -64,12 +65,10 @@ LONG_NAMES = ["deep/" * 25 + "x" * 160]  # do not fit a ustar header
 def test_index_points_at_the_bytes_that_tarfile_reads(tmp_path, format, prefix):
     members = [member for i in range(3) for member in pair_members(i, key=f"{prefix}{i:03d}")]
     path = write_tar(tmp_path / "x.tar", members, format)
-    index = scan_shard(str(path), KEYS)
+    shard, rows = scan_shard(str(path), KEYS)
     data = path.read_bytes()
-    assert index.damage is None and not index.rejected
-    found = [
-        data[offset : offset + size] for row in index.members.tolist() for offset, size in zip(row[::2], row[1::2])
-    ]
+    assert shard.damage is None and not shard.rejected
+    found = [data[offset : offset + size] for row in rows.tolist() for offset, size in zip(row[::2], row[1::2])]
     image_text_json = [members[3 * i + j][1] for i in range(3) for j in (0, 2, 1)]
     assert found == image_text_json
 
@@ -91,8 +90,8 @@ def test_only_regular_members_with_known_extensions_are_indexed(tmp_path):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    index = scan_shard(str(path), KEYS)
-    assert len(index.members) == 1 and index.rejected == {"no_image": 1} and index.damage is None
+    shard, _ = scan_shard(str(path), KEYS)
+    assert shard.samples == 1 and shard.rejected == {"no_image": 1} and shard.damage is None
 
 
 def test_base_256_sizes_are_understood(tmp_path):
@@ -103,16 +102,16 @@ def test_base_256_sizes_are_understood(tmp_path):
     data[148:156] = b" " * 8
     data[148:156] = b"%06o\0 " % sum(data[:512])
     path.write_bytes(data)
-    index = scan_shard(str(path), KEYS)
-    assert index.damage is None and index.members[0, 1] == size
+    shard, rows = scan_shard(str(path), KEYS)
+    assert shard.damage is None and rows[0, 1] == size
 
 
 def test_pairs_lost_to_a_dot_in_their_names_are_counted(tmp_path):
     """Their key ends at the first dot. An image without a caption of its own, as of another view, is no lost pair."""
     members = [("a.png", b"x"), ("a.txt", b"y"), ("a.left.png", b"x"), ("b.5x.png", b"x"), ("b.5x.txt", b"y")]
     members += [("b.7x.PNG", b"x"), ("b.7x.json", b"{}"), ("v1.0/c.png", b"x"), ("v1.0/c.txt", b"y"), ("._d.png", b"x")]
-    index = scan_shard(str(write_tar(tmp_path / "x.tar", members)), KEYS)
-    assert len(index.members) == 2 and index.rejected == {"dotted_name": 2}
+    shard, _ = scan_shard(str(write_tar(tmp_path / "x.tar", members)), KEYS)
+    assert shard.samples == 2 and shard.rejected == {"dotted_name": 2}
 
 
 @pytest.mark.parametrize("members", [("short", "txt"), ("txt", "short")])
@@ -124,38 +123,42 @@ def test_of_several_alternatives_the_one_named_first_is_read_wherever_it_lies(tm
         ("jpg", "a;txt", (b"jpg", b"txt")),
     ):
         keys = SampleKeys(image, text)
-        index = scan_shard(path, keys)
-        assert index.rejected == {}  # nothing is there twice
+        assert scan_shard(path, keys)[0].rejected == {}  # nothing is there twice
         (record,) = ShardReader(load_manifest(path, keys=keys), keys).read(np.arange(1))
         ((_, streamed),) = stream_records([path], keys, None)
         assert (record.image, record.text) == (streamed.image, streamed.text) == expected
 
 
 def test_an_empty_tar_is_fine_and_a_compressed_one_is_rejected(tmp_path):
-    index = scan_shard(str(write_tar(tmp_path / "x.tar", [])), KEYS)
-    assert len(index.members) == 0 and index.damage is None
+    shard, _ = scan_shard(str(write_tar(tmp_path / "x.tar", [])), KEYS)
+    assert shard.samples == 0 and shard.damage is None
     (tmp_path / "z.tar").write_bytes(gzip.compress((tmp_path / "x.tar").read_bytes()))
     with pytest.raises(ValueError, match="compressed"):
         scan_shard(str(tmp_path / "z.tar"), KEYS)
+    failed = []
+    assert not list(stream_records([str(tmp_path / "z.tar")], KEYS, lambda *failure: failed.append(failure)))
+    assert [cause for cause, _, _ in failed] == ["damaged_shard"] and "is compressed: unpack it" in str(failed[0][2])
 
 
 def test_the_sidecar_is_reused_until_the_shard_or_the_sidecar_changes(tmp_path):
     path = write_tar(tmp_path / "x.tar", three_pairs())
-    sidecar, header = ensure_index(str(path), KEYS)
-    assert sidecar == f"{path}.infcl.idx" and header["samples"] == 3
-    written = os.stat(sidecar).st_mtime_ns
-    assert ensure_index(str(path), KEYS)[1] == header and os.stat(sidecar).st_mtime_ns == written
+    shard = ensure_index(str(path), KEYS)
+    assert shard.index_path == f"{path}.infcl.idx" and shard.samples == 3
+    sidecar = Path(shard.index_path)
+    written = sidecar.stat().st_mtime_ns
+    assert ensure_index(str(path), KEYS) == shard and sidecar.stat().st_mtime_ns == written
     write_tar(path, three_pairs()[:6])
     os.utime(path, ns=(1, 1))
-    assert ensure_index(str(path), KEYS)[1]["samples"] == 2
-    with open(sidecar, "r+b") as file:
-        file.truncate(80)
-    assert ensure_index(str(path), KEYS)[1]["samples"] == 2
-    content = Path(sidecar).read_bytes()
-    Path(sidecar).write_bytes(content.replace(b"infcl-index-4", b"infcl-index-3"))  # an older one counts otherwise
-    ensure_index(str(path), KEYS)
-    assert Path(sidecar).read_bytes() == content
+    assert ensure_index(str(path), KEYS).samples == 2
+    content = sidecar.read_bytes()
+    for damaged in (content[:80], content.replace(b"infcl-index-4", b"infcl-index-3")):
+        sidecar.write_bytes(damaged)
+        ensure_index(str(path), KEYS)
+        assert sidecar.read_bytes() == content
     assert sorted(os.listdir(tmp_path)) == ["x.tar", "x.tar.infcl.idx"]
+    sidecar.unlink()
+    os.mkfifo(sidecar)  # nobody writes to it
+    assert ensure_index(str(path), KEYS).samples == 2
 
 
 @pytest.mark.parametrize("in_folder", [True, False])
@@ -179,9 +182,9 @@ def test_another_run_that_reads_other_members_leaves_the_index_of_this_one_alone
 def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(tmp_path):
     path = write_tar(tmp_path / "x.tar", three_pairs())
     (tmp_path / "x.tar.infcl.idx").mkdir()  # what cannot be replaced, even by root
-    sidecar, header = ensure_index(str(path), KEYS, str(tmp_path / "cache"))
-    assert sidecar.startswith(str(tmp_path / "cache")) and header["samples"] == 3
-    assert ensure_index(str(path), KEYS, str(tmp_path / "cache")) == (sidecar, header)
+    shard = ensure_index(str(path), KEYS, str(tmp_path / "cache"))
+    assert shard.index_path.startswith(str(tmp_path / "cache")) and shard.samples == 3
+    assert ensure_index(str(path), KEYS, str(tmp_path / "cache")) == shard
 
 
 def test_the_manifest_names_the_data_not_the_place(tmp_path):
@@ -195,7 +198,8 @@ def test_damaged_shards_are_listed_with_what_is_wrong(tmp_path, capsys):
     path = tmp_path / "a" / "00001.tar"
     path.write_bytes(path.read_bytes()[:1500])
     manifest = load_manifest(folder)
-    assert list(manifest.damaged) == [str(path)] and manifest.num_samples == 7 + manifest.shards[1].samples
+    assert [shard.path for shard in manifest.shards if shard.damage] == [str(path)]
+    assert manifest.num_samples == 7 + manifest.shards[1].samples
     main(["index", folder, "--jobs", "2"])
     out = capsys.readouterr().out
     assert "3 shards" in out and f"damaged shard, its intact samples are used: {path}: ends at byte 1500" in out
@@ -217,21 +221,6 @@ def test_indexing_says_which_samples_are_left_out(tmp_path, capsys):
         assert f"left out, no_caption: 1\n    {tmp_path}/0.tar: y\n" in out
         assert f"left out, no_image: 31\n    {tmp_path}/0.tar: x\\xe9\\x1b\n    {tmp_path}/0.tar: z0\n" in out
         assert "z18\n    and 11 more\n" in out
-
-
-def test_a_file_of_urls_names_shards_in_both_readers_and_tables(tmp_path):
-    folder = write_shards(tmp_path / "it's (a) {b}", [1, 1, 1])
-    names = tmp_path / "urls.txt"
-    names.write_text(f"# two of three\n{tmp_path}/it*/00000.tar\n\n  {tmp_path}/it*/00002.tar  \r\n")
-    expected = [f"{folder}/{i:05d}.tar" for i in (0, 2)]
-    assert expand_shards(f"@{names}") == expected
-    assert [shard.path for shard in load_manifest(f"@{names}", factors=[1, 2]).shards] == expected
-    names.write_text(f"{tmp_path}/it*/0000[0-2].tar")
-    assert len(expand_shards([f"@{names}"])) == 3 == len(load_manifest(f"@{names}").shards)
-    with pytest.raises(ValueError, match="cannot read the urls of @/nowhere: "):
-        load_manifest("@/nowhere")
-    with pytest.raises(ValueError, match="cannot read the urls of @/dev/zero: .*is not a regular file"):
-        expand_shards("@/dev/zero")
 
 
 @pytest.mark.parametrize("damage", ["offset", "cut", "gone"])
@@ -309,19 +298,18 @@ def test_chunks_leave_512_of_them_in_a_batch():
 
 def test_a_tar_that_was_never_filled_to_its_end_is_reported(tmp_path):
     path = write_tar(tmp_path / "x.tar", three_pairs())
-    end = int(scan_shard(str(path), KEYS).members[1, 0]) - 512  # the header of the second sample
+    end = int(scan_shard(str(path), KEYS)[1][1, 0]) - 512  # the header of the second sample
     original = path.read_bytes()
     for content, samples, says in [
         (original[:end] + bytes(200_000), 1, "200000 zero bytes at the end"),
         (original[:end] + bytes(512), 1, "512 zero bytes at the end"),
         (original[:end] + bytes(1024) + original[end:], 3, f"data after the end-of-archive block at byte {end}"),
         (original[:end] + bytes(1024) + b"garbage" * 200, 1, f"data after the end-of-archive block at byte {end}"),
-        (original[:end] + bytes(1024), 1, None),
+        (original[:end] + bytes(1024), 1, ""),
     ]:
         path.write_bytes(content)
-        index = scan_shard(str(path), KEYS)
-        assert len(index.members) == samples
-        assert index.damage is None if says is None else index.damage.startswith(says)
+        shard, _ = scan_shard(str(path), KEYS)
+        assert shard.samples == samples and (shard.damage or "").startswith(says) and bool(shard.damage) == bool(says)
 
 
 def test_names_that_are_long_or_odd_cost_no_time(tmp_path):
@@ -329,7 +317,7 @@ def test_names_that_are_long_or_odd_cost_no_time(tmp_path):
     members = [member for name in names for member in [(name, b"image"), (name[:-3] + "txt", b"text")]]
     path = write_tar(tmp_path / "x.tar", members, tarfile.GNU_FORMAT)
     started = time.monotonic()
-    assert len(scan_shard(str(path), KEYS).members) == 4
+    assert scan_shard(str(path), KEYS)[0].samples == 4
     assert len(list(stream_records([str(path)], KEYS, lambda *failure: None))) >= 3
     assert time.monotonic() - started < 5
 

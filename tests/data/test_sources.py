@@ -1,4 +1,4 @@
-"""Users' data: several sources with factors, captions in json, sizes in a file next to the shards, coarse shards."""
+"""Users' data: several sources with factors, captions in json."""
 
 import json
 from collections import Counter
@@ -8,11 +8,9 @@ import pytest
 
 from infcl.config import parse_args, parse_factors
 from infcl.data.captions import decode_caption
-from infcl.data.index import SampleKeys, ensure_index
+from infcl.data.index import SampleKeys
 from infcl.data.plan import EpochPlan, epoch_size
 from infcl.data.records import BadSample, Record
-from infcl.data.shards import expand_shards, load_manifest
-from infcl.data.streaming import known_samples
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
 from tests.lib.small_loader import small_loader
 
@@ -125,27 +123,3 @@ def test_the_flags_reach_the_configuration():
     for wrong in ("1::0", "one", "1:2", "nan"):
         with pytest.raises(ValueError, match="--train-data-upsampling-factors"):
             parse_factors(wrong)
-
-
-# ---- sizes and coarse shards ----
-
-
-def test_sizes_are_found_beside_the_shards(tmp_path):
-    folder = write_shards(tmp_path / "a", [3, 4])
-    shards = expand_shards(folder)
-    assert known_samples(shards) is None and known_samples(["pipe:cat x"]) is None
-    for i, successes in enumerate((30, 40)):
-        (tmp_path / "a" / f"{i:05d}_stats.json").write_text(json.dumps({"count": 99, "successes": successes}))
-    assert known_samples(shards) == 70 and known_samples(shards[1:]) == 40
-    (tmp_path / "a" / "sizes.json").write_text('{"00000.tar": 300, "00001.tar": "400"}')
-    assert known_samples(shards) == 700
-    (tmp_path / "a" / "sizes.json").write_text("[broken")
-    ensure_index(shards[0], SampleKeys())
-    assert known_samples(shards) == 3 + 40
-
-
-def test_the_streaming_reader_finds_how_many_samples_make_an_epoch(tmp_path, tokenizer):
-    folder = write_shards(tmp_path / "a", [6, 6])
-    load_manifest(folder)
-    loader = small_loader(folder, tokenizer, dataset_type="streaming", micro_batch_size=4)
-    assert loader.steps_per_epoch == len(list(loader)) == 3

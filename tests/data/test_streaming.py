@@ -4,7 +4,6 @@ from shlex import quote
 
 import pytest
 
-from infcl.data.storage import StorageOptions
 from tests.lib.shard_files import write_shards
 from tests.lib.small_loader import sample_numbers, step_loader
 
@@ -29,10 +28,9 @@ def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer
     assert not set(sum(ranks[0], [])) & set(sum(ranks[1], []))
 
 
-def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer, tmp_path):
+def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer):
     pipe = f"pipe:cat {quote(shards)}/" + "{00001,00004}.tar"
-    storage = StorageOptions(allow_pipe=True, cache=str(tmp_path))
-    loader = step_loader(pipe, tokenizer, dataset_type="streaming", num_samples=42, storage=storage)
+    loader = step_loader(pipe, tokenizer, dataset_type="streaming", num_samples=42, allow_pipe=True)
     first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert len(set(first)) == len(first) and set(first) == set(second) and first != second
     loader.set_position(2, 5)
