@@ -76,7 +76,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     def dataset(**augmentation) -> IndexedDataset:
         transform = TrainTransform(size, **augmentation)
         decoder = SampleDecoder(tokenizer, transform, seed=0, keys=SampleKeys(), limits=ImageLimits())
-        return IndexedDataset(reader, decoder, WorkerBoard(0, 0.0, str))
+        return IndexedDataset(reader, decoder, WorkerBoard(0, str))
 
     def augment(**augmentation) -> Callable[[], int]:
         transform = TrainTransform(size, **augmentation)

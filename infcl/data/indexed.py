@@ -25,7 +25,7 @@ _ATTEMPTS = 8  # samples tried for one position before the data is declared unus
 
 
 class IndexedDataset:
-    """Map-style dataset for torch's DataLoader. Its keys are the items of `PlanSampler`."""
+    """Map-style dataset for torch's DataLoader. Its keys are (epoch, first position, sample numbers)."""
 
     def __init__(self, collection: Collection, decoder: SampleDecoder, board: WorkerBoard):
         self.collection, self.decoder, self.board = collection, decoder, board
@@ -48,10 +48,10 @@ class IndexedDataset:
         self.board.rests()
         return batch, log
 
-    def exactly(self, epoch: int, first: int, ids: np.ndarray) -> dict[str, torch.Tensor]:
+    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the micro-batch at position `first` of the samples `ids`. Raises BadSample, replaces nothing."""
         log: ReadLog = {"skipped": [], "noted": []}
-        records = self.collection.read(ids, on_part=lambda part: None)
+        records = self.collection.read(ids.numpy())
         samples = [self.decoder.decode(record, epoch, first + i, log) for i, record in enumerate(records)]
         return self.decoder.batch(samples, ids.tolist(), log)
 
@@ -72,25 +72,10 @@ class IndexedDataset:
         raise NoBatch(what) if storage_fails else NoBatch(f"{what}; is this a data set of images?", 2)
 
 
-class PlanSampler:
-    """Sampler of one rank's items, from `start` = (epoch, step) to the end of that epoch."""
-
-    def __init__(self, collection: Collection, share: Share, *, seed: int, steps_per_epoch: int):
-        self.counts, self.factors = collection.counts, collection.factors
-        self.share, self.seed, self.steps_per_epoch = share, seed, steps_per_epoch
-        self.start = (0, 0)
-        self.again = range(0)  # indices of the micro-batches that come a second time at the end of each step
-
-    def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        (epoch, first_step), chunk = self.start, chunk_size(self.share.global_batch_size)
-        plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=epoch, factors=self.factors)
-        for start in self.share.positions(first_step, self.steps_per_epoch, self.again):
-            yield epoch, start, plan.samples(start, start + self.share.rows)
-
-
 class IndexedSource(Source):
-    """Source on a DataLoader over the plan. Workers persist; a new epoch or a resume only resets the sampler."""
+    """Source on a DataLoader over the plan, of which it is the sampler. Workers persist over epochs and resumes."""
 
+    board: WorkerBoard
     repeats = True
 
     def __init__(self, collection: Collection, data: DataConfig, decoder: SampleDecoder, share: Share):
@@ -104,24 +89,47 @@ class IndexedSource(Source):
         if self.num_samples > total:
             raise ValueError(f"{self.num_samples} samples per epoch were requested (--train-num-samples), but {where}")
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
-        self.sha256, self.board = collection.sha256, WorkerBoard(data.workers, data.timeout, collection.name_of)
-        self._sampler = PlanSampler(collection, share, seed=decoder.seed, steps_per_epoch=self.steps_per_epoch)
+        self.sha256, self.board = collection.sha256, WorkerBoard(data.workers, collection.name_of)
+        self.collection, self.share, self.seed = collection, share, decoder.seed
+        self._epoch, self._step, self._again = 0, 0, range(0)
         self._dataset = IndexedDataset(collection, decoder, self.board)
         self._loader = make_dataloader(
             self._dataset,
             num_workers=data.workers,
             item_bytes=decoder.batch_bytes(share.rows),
             timeout=data.timeout,
-            sampler=self._sampler,
+            sampler=self,
             persistent_workers=data.workers > 0,
         )
         if share.reader == 0:
             for line in collection.warnings:
                 _log.warning("%s", line)
 
-    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
-        self._sampler.start, self._sampler.again = (epoch, step), again
-        return self.board.watch(self._loader)
+    def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield the items of the dataset for the micro-batches that were asked for."""
+        counts, factors = self.collection.counts, self.collection.factors
+        chunk = chunk_size(self.share.global_batch_size)
+        plan = EpochPlan(counts, chunk=chunk, seed=self.seed, epoch=self._epoch, factors=factors)
+        for first in self.share.positions(self._step, self.steps_per_epoch, self._again):
+            yield self._epoch, first, plan.samples(first, first + self.share.rows)
 
-    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._dataset.exactly(epoch, first, ids.numpy())
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+        self._epoch, self._step, self._again = epoch, step, again
+        positions = self.share.positions(step, self.steps_per_epoch, again)
+        used: dict[int, torch.Tensor] = {}  # position of each micro-batch of a step -> its sample numbers
+        for first, (batch, log) in zip(positions, self.board.watch(self._loader)):
+            if first not in used and len(used) == self.share.num_micro_batches:
+                used.clear()
+            ids = used.setdefault(first, batch["ids"].clone())
+            yield (batch if torch.equal(batch["ids"], ids) else self._as_before(batch, epoch, first, ids)), log
+
+    def _as_before(
+        self, batch: dict[str, torch.Tensor], epoch: int, first: int, ids: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the micro-batch of the samples `ids`, or `batch` (other samples) if they cannot be read."""
+        _log.warning("the second read of a micro-batch gave other samples; reading those of the first")
+        try:
+            return self._dataset.exactly(epoch, first, ids)
+        except BadSample as bad:
+            _log.warning("a sample of the first read cannot be read again: %s: %s", bad.cause, bad)
+            return batch

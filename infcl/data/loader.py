@@ -27,7 +27,7 @@ import torch
 from infcl.data.config import DataConfig
 from infcl.data.indexed import IndexedSource
 from infcl.data.plan import Share
-from infcl.data.records import BadSample, ShardReader
+from infcl.data.records import ShardReader
 from infcl.data.samples import SampleDecoder
 from infcl.data.shards import load_manifest
 from infcl.data.streaming import StreamingSource
@@ -116,38 +116,21 @@ class StepLoader:
             )
         source = self._source.micro_batches(self._epoch, self._step, again)
         for _ in range(len(self)):
-            epoch, step = self._epoch, self._step
-            self._epoch, self._step = divmod(epoch * self.steps_per_epoch + step + 1, self.steps_per_epoch)
-            yield self._one_step(source, epoch, step, again)
+            position = self._epoch * self.steps_per_epoch + self._step + 1
+            self._epoch, self._step = divmod(position, self.steps_per_epoch)
+            yield self._one_step(source, again)
             if self.too_many_bad:
                 raise self.too_many_bad
 
-    def _one_step(
-        self, source: Iterator[tuple[MicroBatch, ReadLog]], epoch: int, step: int, again: range
-    ) -> Iterator[MicroBatch]:
-        starts, used = list(self._share.positions(step, step + 1)), []
-        for _ in starts:
+    def _one_step(self, source: Iterator[tuple[MicroBatch, ReadLog]], again: range) -> Iterator[MicroBatch]:
+        for index in range(self._share.num_micro_batches + len(again)):
             batch, log = next(source)
-            try:
-                self._account(batch, log)
-            except TooManyBadSamples as end:
-                self.too_many_bad = self.too_many_bad or end  # this step is still complete
-            used.append(batch["ids"].clone())
+            if index < self._share.num_micro_batches:
+                try:
+                    self._account(batch, log)
+                except TooManyBadSamples as end:
+                    self.too_many_bad = self.too_many_bad or end  # this step is still complete
             yield batch
-        for index in again:
-            batch = next(source)[0]
-            if not torch.equal(batch["ids"], used[index]):
-                batch = self._as_before(batch, epoch, starts[index], used[index])
-            yield batch
-
-    def _as_before(self, batch: MicroBatch, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
-        """Return the micro-batch of the samples `ids`, or `batch` (other samples) if they cannot be read."""
-        _log.warning("the second read of a micro-batch gave other samples; reading those of the first")
-        try:
-            return self._source.exactly(epoch, first, ids)
-        except BadSample as bad:
-            _log.warning("a sample of the first read cannot be read again: %s: %s", bad.cause, bad)
-            return batch
 
     def set_position(self, epoch: int, step: int) -> None:
         """Set the step that is yielded next. Raises ValueError outside 0 <= step < steps_per_epoch."""
@@ -199,7 +182,7 @@ class StepLoader:
 
     def worker_memory_mb(self) -> list[float]:
         """Return the resident memory (MB) of each worker process after its last batch; empty before the first."""
-        return self._source.board.memory_mb()
+        return self._source.board.memory_mb() if self._source.board else []
 
     def _account(self, batch: MicroBatch, log: ReadLog) -> None:
         size, bad = len(batch["ids"]), len(log["skipped"])

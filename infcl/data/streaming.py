@@ -146,6 +146,8 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 class StreamingSource(Source):
     """Source on a DataLoader over a StreamingDataset. Workers restart each epoch with a copy of the current dataset."""
 
+    board: WorkerBoard
+
     def __init__(self, data: DataConfig, decoder: SampleDecoder, share: Share):
         assert data.num_samples is not None, "checked by DataConfig"
         sources, missing = find_shards(data.urls, allow_pipe=data.allow_pipe, max_missing=data.max_missing_shards)
@@ -160,7 +162,7 @@ class StreamingSource(Source):
         self.num_samples, self.found = data.num_samples, {"index/missing_shards": len(missing)} if missing else {}
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, f"an epoch has {self.num_samples} samples")
         self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
-        self.board = WorkerBoard(data.workers, data.timeout, shards.__getitem__)
+        self.board = WorkerBoard(data.workers, shards.__getitem__)
         self._dataset, self._share = StreamingDataset(shards, decoder, share, self.board), share
         self._loader = make_dataloader(
             self._dataset,

@@ -9,7 +9,7 @@ import torch
 from infcl.data.loader import MicroBatch
 from infcl.data.plan import Share, draw
 from infcl.data.tokenizer import EOS_ID, PAD_ID
-from infcl.data.workers import ReadLog, Source, WorkerBoard
+from infcl.data.workers import ReadLog, Source
 
 
 def random_captions(
@@ -56,7 +56,7 @@ class SyntheticSource(Source):
     def __post_init__(self):
         count = self.num_samples
         self.steps_per_epoch = self.share.steps_per_epoch(count, f"an epoch has {count} synthetic samples")
-        self.board, self.about, self.found = WorkerBoard(0, 0.0, str), f"{count} synthetic samples", {}
+        self.about, self.found = f"{count} synthetic samples", {}
         sizes = (self.image_size, self.context_length, self.vocab_size, self.end_id, self.pad_id, count)
         self.sha256 = " ".join(map(str, ("synthetic", *sizes)))
 

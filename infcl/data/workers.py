@@ -12,9 +12,9 @@ import signal
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -25,7 +25,6 @@ _SHARED_MEMORY = "/dev/shm"
 _PREFETCH = 4  # micro-batches that each worker reads ahead
 _SPARE_FILES, _FILES_OF_ITEM = 32, 3  # files besides the micro-batches; files per micro-batch, one per tensor
 _TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # Linux limits the path of a socket to 107
-T = TypeVar("T")
 
 # The log of a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
@@ -45,8 +44,8 @@ class WorkerBoard:
     There is one row per worker: [part that it reads or -1, start time (s), resident memory (MB)].
     """
 
-    def __init__(self, num_workers: int, timeout: float, name_of: Callable[[int], str]):
-        self.timeout, self.name_of = timeout, name_of
+    def __init__(self, num_workers: int, name_of: Callable[[int], str]):
+        self.name_of = name_of
         self._rows = torch.full((max(1, num_workers), 3), -1.0, dtype=torch.float64).share_memory_()
 
     def __getstate__(self) -> dict:
@@ -54,20 +53,20 @@ class WorkerBoard:
 
     def reads(self, part: int) -> None:
         """Record that this worker starts to read a part."""
-        self._rows[self._worker(), :2] = torch.tensor([part, time.monotonic()], dtype=torch.float64)
+        self._rows[_worker(), :2] = torch.tensor([part, time.monotonic()], dtype=torch.float64)
 
     def rests(self) -> None:
         """Record that this worker has finished an item."""
-        self._rows[self._worker()] = torch.tensor([-1, time.monotonic(), resident_mb()], dtype=torch.float64)
+        self._rows[_worker()] = torch.tensor([-1, time.monotonic(), resident_mb()], dtype=torch.float64)
 
     def memory_mb(self) -> list[float]:
         """Return the resident memory of each worker after its last item, in MB."""
         return [megabytes for megabytes in self._rows[:, 2].tolist() if megabytes >= 0]
 
-    def watch(self, loader: Iterable[T | NoBatch]) -> Iterator[T]:
+    def watch(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the items of `loader`.
 
-        Raises NoBatch if a worker returned one, if the workers cannot start, or after the DataLoader's time-out. The
+        Raises NoBatch if a worker returned one, if the workers cannot start, or after the loader's time-out. The
         message then reports what each worker was reading.
         """
         try:
@@ -77,30 +76,30 @@ class WorkerBoard:
                 f"{counted(len(self._rows), 'worker')} of the loader cannot start ({error.strerror}): use fewer "
                 "--workers, or raise the limit of processes (ulimit -u)"
             ) from error
-        while True:
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "DataLoader timed out" not in str(error):
-                    raise
-                raise NoBatch(
-                    f"no batch for {self.timeout:g} s; {self._status()} (a third of --dist-timeout)"
-                ) from error
-            if isinstance(item, NoBatch):
-                raise item
-            yield item
+        try:
+            for item in items:
+                if isinstance(item, NoBatch):
+                    raise item
+                yield item
+        except RuntimeError as error:
+            if "DataLoader timed out" not in str(error):
+                raise
+            waited = f"no batch for {loader.timeout:g} s"
+            raise NoBatch(f"{waited}; {self._status()} (a third of --dist-timeout)") from error
 
     def _status(self) -> str:
-        busy = [(worker, int(part), since) for worker, (part, since, _) in enumerate(self._rows.tolist()) if part >= 0]
         now = time.monotonic()
-        lines = [f"worker {worker} reads {self.name_of(part)} for {now - since:.0f} s" for worker, part, since in busy]
+        lines = [
+            f"worker {worker} reads {self.name_of(int(part))} for {now - since:.0f} s"
+            for worker, (part, since, _) in enumerate(self._rows.tolist())
+            if part >= 0
+        ]
         return "; ".join(lines) or "no worker is reading: they are stuck in decoding, or have died"
 
-    def _worker(self) -> int:
-        info = torch.utils.data.get_worker_info()
-        return info.id if info else 0
+
+def _worker() -> int:
+    info = torch.utils.data.get_worker_info()
+    return info.id if info else 0
 
 
 class Source(ABC):
@@ -112,7 +111,7 @@ class Source(ABC):
         sha256: identifies the data.
         about: describes the size of the data.
         found: counts of problems known before the first read.
-        board: status of the workers.
+        board: status of the workers, if there are any.
         repeats: whether micro-batches can be read a second time.
     """
 
@@ -121,7 +120,7 @@ class Source(ABC):
     sha256: str
     about: str
     found: dict[str, int]
-    board: WorkerBoard
+    board: WorkerBoard | None = None
     repeats = False
 
     @abstractmethod
@@ -131,14 +130,6 @@ class Source(ABC):
         After the M micro-batches of a step, those whose index is in `again` come a second time, bit-identical. Only a
         source that `repeats` supports that.
         """
-
-    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the micro-batch that starts at position `first` and consists of the samples `ids`.
-
-        Only a source whose reads can fail in one of two passes supports this. Raises BadSample if one of the samples
-        cannot be used any more.
-        """
-        raise NotImplementedError
 
 
 def stack(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -226,7 +226,7 @@ def test_workers_whose_sockets_would_have_too_long_a_path_are_rejected(shards, t
 
 def test_a_dataset_travels_to_a_spawned_worker(shards, tokenizer):
     source = step_loader(shards, tokenizer)._source
-    item = next(iter(source._sampler))
+    item = next(iter(source))
     here, there = source._loader.dataset[item], pickle.loads(pickle.dumps(source._loader.dataset))[item]
     assert all(torch.equal(here[0][name], there[0][name]) for name in here[0]) and here[1] == there[1]
 
@@ -369,7 +369,7 @@ def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(faulty, tok
     loader = step_loader(
         str(faulty / "a"), tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)}
     )
-    plan = EpochPlan(loader._source._sampler.counts, chunk=1, seed=5, epoch=0)
+    plan = EpochPlan(loader._source.collection.counts, chunk=1, seed=5, epoch=0)
     unread, calls = int(plan.samples(3, 4)[0]), []  # the second of micro-batch 1
     read = ShardReader.read
 
