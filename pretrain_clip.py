@@ -23,7 +23,7 @@ from infcl.train.dry_run import describe_plan
 from infcl.train.ending import NothingToTrain, run
 from infcl.train.fit import fit_to_memory
 from infcl.train.results import describe_finished
-from infcl.train.signals import end_with_launcher
+from infcl.train.saves import end_with_launcher
 from infcl.train.trainer import Trainer
 
 

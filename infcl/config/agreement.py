@@ -8,6 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from infcl.config.preset import preset_file
 from infcl.config.settings import TrainConfig, option_of
 
 # May differ, since nodes may store them elsewhere: only whether a path is given is compared.
@@ -47,7 +48,7 @@ def settings_of(config: TrainConfig) -> dict[str, str]:
 
 def _contents(option: str, path: str) -> dict[str, str]:
     try:
-        data = Path(path).read_bytes()
+        data = (preset_file(path) if option == "--deepspeed_config" else Path(path)).read_bytes()
     except (OSError, ValueError):  # a name, like ViT-B-16 or open_clip:ViT-B-32
         return {option: path}
     try:

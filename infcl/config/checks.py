@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from infcl.config.settings import AUGMENTATIONS, DEFAULT_PRESET, TrainConfig, option_of, shipped_preset
+from infcl.config.preset import preset_file
+from infcl.config.settings import AUGMENTATIONS, TrainConfig, option_of
 
 BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "> 0": (lambda value: value > 0, "must be greater than 0"),
@@ -21,10 +22,11 @@ PATHS = (
 )  # fmt: skip
 _WEIGHTS = "it takes a file or folder of weights; nothing is downloaded by name"
 _MEANT = {  # hints for users who give a name instead of a path
-    "--tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
-    "--pretrained": _WEIGHTS,
-    "--pretrained-image": _WEIGHTS,
-    "--pretrained-text": _WEIGHTS,
+    "deepspeed_config": "it takes a name in ds_configs of infcl's repository (zero1), or a JSON file",
+    "tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
+    "pretrained": _WEIGHTS,
+    "pretrained_image": _WEIGHTS,
+    "pretrained_text": _WEIGHTS,
 }
 # scheme://user:password@host or https://TOKEN@host; in other schemes the text before @ is a user name (ssh://me@host)
 _PASSWORD = re.compile(r"""://[^/@\s:]*:[^/@\s]+@|https?://[^/@\s?#"']+@""", re.IGNORECASE)
@@ -44,7 +46,7 @@ def validate(config: TrainConfig) -> None:
     _check_optimizer(config)
     _check_tensor_parallel(config)
     for name in PATHS:
-        _check_plain_path(option_of(name), getattr(config, name))
+        _check_path(name, getattr(config, name))
     if unknown := set(config.aug_cfg) - set(AUGMENTATIONS):
         raise ValueError(f"--aug-cfg takes {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
     parse_factors(config.train_data_upsampling_factors)
@@ -113,8 +115,7 @@ def _check_data(config: TrainConfig) -> None:
 def _check_schedule_and_towers(config: TrainConfig) -> None:
     if config.warmup_samples is not None and config.warmup != TrainConfig.warmup:
         raise ValueError(
-            f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples} are two lengths of one "
-            "warm-up: leave one of them out"
+            f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples}: leave one of them out"
         )
     if config.lr_scheduler == "const-cooldown" and not config.epochs_cooldown:
         raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
@@ -128,8 +129,7 @@ def _check_schedule_and_towers(config: TrainConfig) -> None:
     unlocked_groups = config.lock_image_unlocked_groups + config.lock_text_unlocked_layers
     if config.lock_image and config.lock_text and not unlocked_groups:
         raise ValueError(
-            "--lock-image with --lock-text leaves nothing to train but logit_scale: lock one tower, or leave groups of "
-            "one trainable (--lock-image-unlocked-groups, --lock-text-unlocked-layers)"
+            "--lock-image with --lock-text trains only logit_scale: lock one tower, or add --lock-image-unlocked-groups"
         )
     for lock, unlocked in (("lock_image", "lock_image_unlocked_groups"), ("lock_text", "lock_text_unlocked_layers")):
         if (groups := getattr(config, unlocked)) and not getattr(config, lock):
@@ -152,21 +152,18 @@ def _check_loss(config: TrainConfig) -> None:
         raise ValueError(f"--duplicates-by {by} is none of image, caption and key:NAME")
     if config.duplicates != "negative" and config.loss not in ("inf_cl", "siglip"):
         raise ValueError(f"--duplicates {config.duplicates} is for --loss inf_cl and siglip, not {config.loss}")
-    if (count > 1 or config.negatives_key) and config.loss != "inf_cl":
+    if config.texts_per_image > 1 and config.loss != "inf_cl":
         raise ValueError(f"--captions-per-image {count} and --negatives-key are for --loss inf_cl, not {config.loss}")
     if count > 1 and (config.duplicates == "mask" or (config.duplicates == "positive" and by == "caption")):
         raise ValueError(
             f"--captions-per-image {count} makes captions of one image its positives, which --duplicates "
             f"{config.duplicates} --duplicates-by {by} contradicts: use positive by image or key:NAME, or negative"
         )
-    asked = [("--duplicates", config.duplicates != "negative"), ("--negatives-key", config.negatives_key)]
-    asked.append(("--captions-per-image", count > 1))
-    if config.dataset_type == "synthetic" and (flags := [flag for flag, given in asked if given]):
-        raise ValueError(f"--dataset-type synthetic has no data for {', '.join(flags)}")
+    if config.dataset_type == "synthetic" and (config.duplicates != "negative" or config.texts_per_image > 1):
+        raise ValueError("--dataset-type synthetic has no data for --duplicates, --negatives-key, --captions-per-image")
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
         raise ValueError(
-            f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip: {config.loss} has no tiles and "
-            "multiplies the towers' float32 features as they are"
+            f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip; {config.loss} multiplies in float32"
         )
 
 
@@ -177,8 +174,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         raise ValueError("--opt adamw8bit: bitsandbytes is not installed (pip install 'bitsandbytes>=0.49,<0.51')")
     if config.opt in ("lamb", "adafactor") and config.tensor_parallel_size > 1:
         raise ValueError(
-            f"--opt {config.opt} needs full matrices, which --tensor-parallel-size {config.tensor_parallel_size} "
-            "splits: use adamw or lion"
+            f"--opt {config.opt} needs full matrices, which --tensor-parallel-size splits: use adamw or lion"
         )
     if config.ema_eval and config.ema_decay is None:
         raise ValueError("--ema-eval needs --ema-decay: there is no average to evaluate")
@@ -191,8 +187,8 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
     if rows and (rows < size if config.global_batch_size else rows % size):  # 0: auto
         below = rows // size * size
         raise ValueError(
-            f"--tensor-parallel-size {size} does not divide --batch-size {rows}: each of these ranks reads its share "
-            f"of a micro-batch, and takes it in the loss. Use {f'{below} or ' if below else ''}{below + size}"
+            f"--tensor-parallel-size {size} does not divide --batch-size {rows}, which its ranks share: use "
+            f"{f'{below} or ' if below else ''}{below + size}"
         )
     if size > 1 and not (importlib.util.find_spec("megatron") and _is_installed("megatron.core")):
         raise ValueError(
@@ -213,23 +209,17 @@ def _is_installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def _check_plain_path(option: str, value: str | None) -> None:
+def _check_path(name: str, value: str | None) -> None:
     """Reject a missing path and a URL with a password; the data layer checks patterns, lists and remote URLs."""
     if value is not None and _PASSWORD.search(value):
         raise ValueError(
-            f"{option} holds a password or token: every user of the hosts could read it in the command line, and the "
-            "run folder would keep it. Put it in a file on the hosts (~/.netrc and 'pipe:curl --netrc ...', "
+            f"{option_of(name)} holds a password or token: every user of the hosts could read it in the command line, "
+            "and the run folder would keep it. Put it in a file on the hosts (~/.netrc and 'pipe:curl --netrc ...', "
             "~/.aws/credentials)"
         )
     if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
         return
-    if not Path(value.removeprefix("@")).exists():
-        meant = _preset_meant() if option == "--deepspeed_config" else _MEANT.get(option)
-        raise ValueError(f"{option} {value}: no such file or folder" + (f" ({meant})" if meant else ""))
-
-
-def _preset_meant() -> str:
-    preset = shipped_preset()
-    if Path(preset).exists():
-        return f"it takes a name (zero1) or a file, like {preset}"
-    return f"it takes a file, like {DEFAULT_PRESET} of infcl's repository, which pip does not install"
+    path = preset_file(value) if name == "deepspeed_config" else Path(value.removeprefix("@"))
+    if not path.exists():
+        hint = f" ({_MEANT[name]})" if name in _MEANT else ""
+        raise ValueError(f"{option_of(name)} {value}: no such file or folder{hint}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl.config.checks import is_table, validate
-from infcl.config.settings import TrainConfig, option_of, shipped_preset
+from infcl.config.settings import TrainConfig, option_of
 
 _OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # --config ignores them
 # Removed flags and what to use instead. Giving one is a usage error that prints its line.
@@ -20,10 +20,12 @@ REMOVED = {
     "--data-reader": "use --dataset-type streaming to read front to back; webdataset is indexed",
     "--data-timeout": "the loader waits a third of --dist-timeout",
     "--encode-micro-batches": "a larger --batch-size does the same",
+    "--frozen-trunk": "the output of frozen blocks is always kept for the second pass",
     "--max-failed-saves": "the fourth checkpoint in a row that cannot be written ends the run",
     "--pixel-cache": "use --pixel-cache-gb; gpu caches pixels in GPU memory",
     "--ring": "the ring is two-level where the ranks fill several nodes evenly",
     "--ring-overlap": "messages always overlap the tiles",
+    "--save-every-minutes": "use --save-every-n-steps; a signal saves at any time",
     "--storage-timeout": "a read is tried again after 30 s without a byte",
     "--update-clip": "adafactor limits the root mean square of an update to 1",
     "--zeroshot-classes": "use python -m infcl.evaluate --zeroshot-classes FILE",
@@ -53,7 +55,6 @@ def parse_args(argv: list[str] | None = None) -> TrainConfig:
         arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
     if arguments["dataset_type"] == "auto":
         arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"
-    arguments["deepspeed_config"] = _preset_file(arguments["deepspeed_config"])
     config = TrainConfig(**arguments)
     validate(config)
     return config
@@ -78,14 +79,6 @@ def _settings_of_run(path: str) -> dict[str, Any]:
     if given.get("train_data"):
         given["train_data"] = [given["train_data"]]
     return {name: value for name, value in given.items() if name not in _OF_ONE_RUN}
-
-
-def _preset_file(given: str) -> str:
-    """Return the file of a preset that is given by its name in ds_configs ("zero2"); return other values unchanged."""
-    if Path(given).exists() or not given.isidentifier():
-        return given
-    shipped = shipped_preset(given)
-    return shipped if Path(shipped).exists() else given
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -139,7 +132,6 @@ def make_parser() -> argparse.ArgumentParser:
         spellings = [option_of(entry.name)] + (["--micro-batch-size"] if entry.name == "batch_size" else [])
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")
-            default = shipped_preset()
         if entry.type is bool:
             options["action"] = "store_true"
         else:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infcl.config.batch import BatchPlan
-from infcl.config.settings import TrainConfig, shipped_preset
+from infcl.config.settings import TrainConfig
 
+_SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"  # in a checkout; pip does not install it
 _OWNED_BY_FLAGS = {
     "train_batch_size": "--batch-size and --accum-freq",
     "train_micro_batch_size_per_gpu": "--batch-size",
@@ -35,6 +36,12 @@ _PRESET_KEYS = _SECTIONS | {
 }  # fmt: skip
 
 
+def preset_file(given: str) -> Path:
+    """Return the file of a preset that is given by its name in ds_configs ("zero1") or as a path."""
+    shipped = _SHIPPED / f"{given}.json"
+    return shipped if given.isidentifier() and shipped.exists() else Path(given)
+
+
 def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, str]:
     """Read and check the preset. Only `resolve` calls this; other modules use the RunSpec.
 
@@ -52,62 +59,86 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     Raises:
         ValueError: the preset is invalid or contradicts the flags.
     """
-    path = Path(config.deepspeed_config)
-    preset = _read(path)
-    for key in preset:
-        if key in _OWNED_BY_FLAGS:
-            raise ValueError(f"--deepspeed_config {path} sets {key!r}: use {_OWNED_BY_FLAGS[key]} instead")
-        if key not in _PRESET_KEYS:
-            raise ValueError(
-                f"--deepspeed_config {path}: unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})"
-            )
-    zero = preset.get("zero_optimization", {})
-    if zero.get("overlap_comm") == "auto":
-        zero["overlap_comm"] = hosts > 1 or zero_stage(preset) == 3
-    for key in _left_open(preset):
-        raise ValueError(
-            f'--deepspeed_config {path}: {key} is "auto", which transformers would fill in: write a value, or leave it '
-            "out for the default"
-        )
-    for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device") == "nvme":
-            raise ValueError(
-                f"--deepspeed_config {path} has {name} on nvme: checkpoints read and write whole values of the state, "
-                f'which is not in memory there; use "device": "cpu", as {shipped_preset("zero3_offload")} does'
-            )
-    if zero.get("round_robin_gradients"):
-        raise ValueError(
-            f"--deepspeed_config {path} has round_robin_gradients: leave it out. DeepSpeed does not find a parameter's "
-            "gradient then, of which the towers' norms are taken"
-        )
-    if config.tensor_parallel_size > 1:
-        _check_over_parts(zero, config.tensor_parallel_size, path)
-    in_preset = [name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")]
-    if len(in_preset) == 2:
-        raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16: choose one")
-    precision = config.precision or (in_preset[0] if in_preset else "amp_bf16" if device_type == "cuda" else "fp32")
-    if in_preset and precision != in_preset[0]:
-        raise ValueError(
-            f"--precision {precision} contradicts {path}, which enables {in_preset[0]}: change one of them"
-        )
+    source = f"--deepspeed_config {config.deepspeed_config}"
+    try:
+        preset = _read(preset_file(config.deepspeed_config))
+        zero = preset.get("zero_optimization", {})
+        if zero.get("overlap_comm") == "auto":
+            zero["overlap_comm"] = hosts > 1 or zero_stage(preset) == 3
+        _check(preset, config.tensor_parallel_size)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    in_preset = next((name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")), None)
+    precision = config.precision or in_preset or ("amp_bf16" if device_type == "cuda" else "fp32")
+    if in_preset and precision != in_preset:
+        raise ValueError(f"--precision {precision} contradicts {source}, which enables {in_preset}: change one of them")
     if precision == "fp16" and device_type == "cpu" and not cpu_computes_fp16():
         raise ValueError(
-            f"{'--precision fp16' if config.precision else f'--deepspeed_config {path}'}: this CPU has no arithmetic "
-            "for fp16, and no GPU is visible, or --device cpu was given. On a CPU train in fp32 or bf16"
+            f"{'--precision fp16' if config.precision else source}: this CPU has no arithmetic for fp16, and no GPU is "
+            "visible, or --device cpu was given. On a CPU train in fp32 or bf16"
         )
-    check_stage(zero_stage(preset), precision, offloads=offloads(preset, "optimizer"), source=str(path))
+    check_stage(zero_stage(preset), precision, offloads=offloads(preset, "optimizer"), source=source)
     return preset, precision
 
 
-def _check_over_parts(zero: dict, size: int, path: Path) -> None:
-    """Raise ValueError for options that are wrong when tensor-parallel ranks hold different parameters."""
-    for key, why in _WRONG_OVER_PARTS.items():
+def _read(path: Path) -> dict:
+    """Read a preset and check its shape."""
+    try:
+        preset = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    _require_object("the file", preset)
+    for key in _SECTIONS & set(preset):
+        _require_object(key, preset[key])
+    for key in ("offload_optimizer", "offload_param"):
+        _require_object(key, preset.get("zero_optimization", {}).get(key, {}))
+    if type(zero_stage(preset)) is not int or not 0 <= zero_stage(preset) <= 3:
+        raise ValueError(f"stage is {json.dumps(zero_stage(preset))}, not 0, 1, 2 or 3")
+    return preset
+
+
+def _require_object(name: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {json.dumps(value)[:40]}, not {{...}}")
+
+
+def _check(preset: dict, tensor_parallel_size: int) -> None:
+    """Raise ValueError for keys that flags own, that do not exist, or that the trainer or DeepSpeed cannot apply."""
+    zero = preset.get("zero_optimization", {})
+    for key in preset:
+        if key in _OWNED_BY_FLAGS:
+            raise ValueError(f"sets {key!r}: use {_OWNED_BY_FLAGS[key]} instead")
+        if key not in _PRESET_KEYS:
+            raise ValueError(f"unknown key {key!r} (known: {', '.join(sorted(_PRESET_KEYS))})")
+    for key in _left_open(preset):
+        raise ValueError(f'{key} is "auto", which only transformers fills in: write a value, or leave it out')
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device") == "nvme":
+            raise ValueError(
+                f"{name} is on nvme, where checkpoints cannot read and write the state; "
+                'use "device": "cpu", as zero3_offload does'
+            )
+    if zero.get("round_robin_gradients"):
+        raise ValueError("round_robin_gradients hides the gradients from the towers' norms: leave it out")
+    if all(preset.get(name, {}).get("enabled") for name in ("bf16", "fp16")):
+        raise ValueError("enables both bf16 and fp16: choose one")
+    for key, why in _WRONG_OVER_PARTS.items() if tensor_parallel_size > 1 else ():
         if (value := zero.get(key, 0)) not in ((0, 1) if key == "zero_hpz_partition_size" else (0,)):
             raise ValueError(
-                f"--tensor-parallel-size {size} with {key} {json.dumps(value)} of --deepspeed_config {path}: DeepSpeed "
-                f"{why}, and tensor-parallel ranks are neighbours that hold other parts; leave it out, or use "
+                f"--tensor-parallel-size {tensor_parallel_size} with {key} {json.dumps(value)}: DeepSpeed {why}, and "
+                "tensor-parallel ranks are neighbours that hold other parts; leave it out, or use "
                 "--tensor-parallel-size 1"
             )
+
+
+def _left_open(values: dict) -> Iterator[str]:
+    for key, value in values.items():
+        if value == "auto":
+            yield key
+        elif isinstance(value, dict):
+            yield from _left_open(value)
 
 
 def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
@@ -127,12 +158,12 @@ def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> N
     if stage == 0 and precision in ("bf16", "fp16"):
         raise ValueError(
             f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact FP32 "
-            f"master weights); use {shipped_preset()} or --precision amp_bf16"
+            f"master weights); use zero1 or --precision amp_bf16"
         )
     if stage == 0 and offloads:
         raise ValueError(
             f"offloading the optimizer needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed leaves it on the "
-            f"GPU); use {shipped_preset('zero3_offload')}"
+            f"GPU); use zero3_offload"
         )
 
 
@@ -176,39 +207,6 @@ def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
 def sums_of(preset: dict) -> str:
     """Return the dtype in which gradients of half-precision parameters are summed over micro-batches."""
     return preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
-
-
-def _read(path: Path) -> dict:
-    """Read a preset and check its shape; ValueError with the cause."""
-    try:
-        preset = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--deepspeed_config {path}: not JSON ({error})") from None
-    except OSError as error:
-        raise ValueError(f"--deepspeed_config {path} cannot be read: {error.strerror}") from None
-    _require_object(path, "the file", preset)
-    for key in _SECTIONS & set(preset):
-        _require_object(path, key, preset[key])
-    zero = preset.get("zero_optimization", {})
-    for key in ("offload_optimizer", "offload_param"):
-        if key in zero:
-            _require_object(path, key, zero[key])
-    if type(zero_stage(preset)) is not int or not 0 <= zero_stage(preset) <= 3:
-        raise ValueError(f"--deepspeed_config {path}: stage is {json.dumps(zero_stage(preset))}, not 0, 1, 2 or 3")
-    return preset
-
-
-def _require_object(path: Path, name: str, value: object) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"--deepspeed_config {path}: {name} is {json.dumps(value)[:40]}, not {{...}}")
-
-
-def _left_open(values: dict) -> Iterator[str]:
-    for key, value in values.items():
-        if value == "auto":
-            yield key
-        elif isinstance(value, dict):
-            yield from _left_open(value)
 
 
 def cpu_computes_fp16() -> bool:

@@ -8,8 +8,8 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
+AUTO_WORKERS = -1
 LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
 AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
@@ -18,22 +18,6 @@ LR_SCALINGS = ("none", "sqrt", "linear")
 WD_MODES = ("lr", "schedule")
 OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
-DEFAULT_PRESET = "ds_configs/zero1.json"
-_SHIPPED_PRESET = Path(__file__).resolve().parents[2] / DEFAULT_PRESET  # in a checkout; pip does not install it
-
-
-def shipped_preset(name: str = "zero1") -> str:
-    """Return the path of ds_configs/NAME.json in the checkout.
-
-    The path is relative ("ds_configs/zero1.json") if the checkout is the working directory, or if there is no checkout.
-    A file of that name in another working directory belongs to the user and needs an explicit flag.
-    """
-    short, shipped = f"ds_configs/{name}.json", _SHIPPED_PRESET.with_name(f"{name}.json")
-    there = shipped.exists() and not (Path(short).exists() and shipped.samefile(short))
-    return str(shipped) if there else short
-
-
-AUTO_WORKERS = -1
 
 
 def _number_or_auto(text: str, auto: int, least: int) -> int:
@@ -166,11 +150,6 @@ class TrainConfig:
     lock_image_unlocked_groups: int = _model(0, "leave the last n blocks of the locked image tower trainable", ">= 0")
     lock_text: bool = _model(False, "freeze the text tower")
     lock_text_unlocked_layers: int = _model(0, "leave the last n blocks of the locked text tower trainable", ">= 0")
-    frozen_trunk: str = _model(
-        "keep",
-        "output of the frozen blocks of a partly locked tower: keep it for the second pass, or compute it again",
-        choices=("keep", "again"),
-    )
     grad_checkpointing: bool = _model(False, "recompute each block's activations in the backward pass")
 
     loss: str = _loss("inf_cl", "loss over the global batch", choices=LOSS_NAMES)
@@ -259,7 +238,7 @@ class TrainConfig:
         "GB of host memory per rank that cache pixels between the two passes; other pixels are decoded twice; auto: "
         "0.6 of the free memory; gpu: all pixels in GPU memory",
     )
-    deepspeed_config: str = _system(DEFAULT_PRESET, "ZeRO preset: zero0 to zero3, or a JSON file")
+    deepspeed_config: str = _system("zero1", "ZeRO preset: a name in ds_configs (zero0 to zero3, ...), or a JSON file")
     tensor_parallel_size: int = _system(
         1, "ranks that share every layer (megatron-core); the others are data-parallel", "> 0"
     )
@@ -286,7 +265,6 @@ class TrainConfig:
     overwrite: bool = _run(False, "train again although the run folder holds a finished run")
     save_frequency: int = _run(1, "checkpoint every n epochs (0: only at the end)", ">= 0")
     save_every_n_steps: int = _run(0, "checkpoint every n steps too (0: off)", ">= 0")
-    save_every_minutes: float = _run(0.0, "checkpoint every x minutes too (0: off)", ">= 0")
     keep_checkpoints: int = _run(3, "keep the last n checkpoints (0: all)", ">= 0")
     keep_every_n_steps: int = _run(0, "also keep the checkpoint of every n-th step (0: off)", ">= 0")
     val_frequency: int = _run(1, "retrieval on --val-data every n epochs (0: only at the end)", ">= 0")
@@ -306,17 +284,8 @@ class TrainConfig:
         return self.captions_per_image + (self.negatives_key is not None)
 
     def to_json(self) -> str:
-        """Return the settings as JSON, for config.json.
-
-        The checkout's default preset is stored as the flag's default, so that the file is the same from any working
-        directory. Another file of the same name is stored with its absolute path.
-        """
-        fields = dataclasses.asdict(self)
-        if fields["deepspeed_config"] == str(_SHIPPED_PRESET):
-            fields["deepspeed_config"] = DEFAULT_PRESET
-        elif fields["deepspeed_config"] == DEFAULT_PRESET != shipped_preset() and Path(DEFAULT_PRESET).exists():
-            fields["deepspeed_config"] = str(Path(DEFAULT_PRESET).resolve())
-        return json.dumps(fields, indent=2) + "\n"
+        """Return the settings as JSON, for config.json."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
 def option_of(name: str) -> str:

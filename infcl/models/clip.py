@@ -120,7 +120,7 @@ class CLIP(TextTower):
             out["text_features"] = F.normalize(features.float(), dim=-1)
         return out
 
-    def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
+    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower except its last groups (LiT, arXiv 2111.07991). Call before deepspeed.initialize.
 
         Groups from the end: proj | last block and ln_post | each block before | embeddings. While the embeddings are
@@ -128,7 +128,6 @@ class CLIP(TextTower):
 
         Args:
             unlocked_groups: how many groups stay trainable.
-            keep_trunk: set `keeps_trunk` also where blocks are trained.
         """
         visual = self.visual
         blocks = list(visual.transformer.resblocks)
@@ -142,18 +141,17 @@ class CLIP(TextTower):
         _freeze(groups, unlocked_groups)
         self.frozen["image"] = unlocked_groups == 0
         visual.trunk_blocks = visual.transformer.first_trained = frozen_blocks(len(blocks), unlocked_groups)
-        self.keeps_trunk["image"] = unlocked_groups == 1 or (keep_trunk and 0 < visual.trunk_blocks <= len(blocks))
+        self.keeps_trunk["image"] = unlocked_groups == 1 or 0 < visual.trunk_blocks <= len(blocks)
         self._image_in_eval = unlocked_groups < len(groups)
         self.train(self.training)
 
-    def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
         """Freeze the text tower except its last groups.
 
         Groups from the end: text_projection | last block and ln_final | each block before | embeddings.
 
         Args:
             unlocked_layers: how many groups stay trainable.
-            keep_trunk: as in `lock_image_tower`.
         """
         blocks = list(self.transformer.resblocks)
         stem = [self.token_embedding, self.positional_embedding]
@@ -162,7 +160,7 @@ class CLIP(TextTower):
         _freeze(groups, unlocked_layers)
         self.frozen["text"] = unlocked_layers == 0
         self.text_trunk_blocks = self.transformer.first_trained = frozen_blocks(len(blocks), unlocked_layers)
-        self.keeps_trunk["text"] = unlocked_layers == 1 or (keep_trunk and 0 < self.text_trunk_blocks <= len(blocks))
+        self.keeps_trunk["text"] = unlocked_layers == 1 or 0 < self.text_trunk_blocks <= len(blocks)
 
     def trunk_numbers(self) -> int:
         """Return how many numbers per sample the trunks keep between the two passes of a step."""

@@ -55,7 +55,7 @@ class _Trained:
             out["text_features"] = F.normalize(model.encode_text(texts).float(), dim=-1)
         return out
 
-    def lock_image_tower(self, unlocked_groups: int = 0, *, keep_trunk: bool = True) -> None:
+    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower except its last groups, as open_clip defines them.
 
         Call this before deepspeed.initialize.
@@ -69,7 +69,7 @@ class _Trained:
             module.get_submodule(name.rpartition(".")[0]).register_buffer("num_batches_tracked", counts[name])
         self.frozen["image"] = unlocked_groups == 0
 
-    def lock_text_tower(self, unlocked_layers: int = 0, *, keep_trunk: bool = True) -> None:
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
         """Freeze the text tower except its last layers."""
         model: Any = super()
         with self._locking("text tower", unlocked_layers):

@@ -25,7 +25,6 @@ from infcl.models.open_clip_config import OpenClipConfig, TextInput
 
 Texts = dict[str, torch.Tensor]
 ALIGNED = 16  # token positions: alignment of a mask's rows that fused attention requires
-_PAYS = 0.95  # with masks, packed captions above this share of the padded token positions take longer than padded ones
 ROW_STEPS = 64  # r is rounded up in steps of m / 64, so that the allocator sees few sizes
 
 
@@ -198,18 +197,3 @@ def texts_for_model(text_cfg: TextConfig | TextInput, *, pack: bool) -> Callable
     if not (pack and isinstance(text_cfg, TextConfig)):
         return lambda texts: {"texts": texts}
     return lambda texts: dict(zip(("texts", "text_ends"), pack_captions(texts, text_cfg)))
-
-
-def longer_when_packed(text_share: float, *, masks: bool) -> str:
-    """Return a warning if padded captions would be faster than packed ones, else "".
-
-    Args:
-        text_share: token positions that the text tower computed in a step, relative to those of padded captions.
-        masks: whether the tower uses torch's attention (attention.py), which needs masks.
-    """
-    if text_share <= (_PAYS if masks else 1):
-        return ""
-    return (
-        f"packed captions take {text_share:.0%} of the token positions of padded ones, and packing has a cost of its "
-        "own: --pack-captions off would be faster"
-    )

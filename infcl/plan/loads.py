@@ -156,7 +156,7 @@ def kept_trunks(config: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
     widths = {"image": cfg.vision_cfg.width, "text": cfg.text_cfg.width}
     kept = {}
     for name, layers, frozen, unlocked in _locks(config, cfg):
-        keeps = unlocked == 1 or (config.frozen_trunk == "keep" and 0 < frozen <= layers)
+        keeps = unlocked == 1 or 0 < frozen <= layers
         kept[name] = (1 if frozen > layers else tokens[name]) * widths[name] if unlocked and keeps else 0
     return kept
 

@@ -244,9 +244,9 @@ def build_model(
         check_towers(model)
     sources = load_pretrained(model, *pretrained, name=config.model)
     if config.lock_image:
-        model.lock_image_tower(config.lock_image_unlocked_groups, keep_trunk=config.frozen_trunk == "keep")
+        model.lock_image_tower(config.lock_image_unlocked_groups)
     if config.lock_text:
-        model.lock_text_tower(config.lock_text_unlocked_layers, keep_trunk=config.frozen_trunk == "keep")
+        model.lock_text_tower(config.lock_text_unlocked_layers)
     return model, sources
 
 

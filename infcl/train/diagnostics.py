@@ -1,6 +1,4 @@
-"""Metrics of a step in addition to its loss: losses per direction and accuracy on a sample, and GPU utilisation.
-
-In: the features that the loss sees, and the seconds of a step. Out: a few numbers for metrics.jsonl.
+"""What a step measures in addition to its loss: seconds per phase, peak memory, GPU utilisation, a sample's accuracy.
 
 The loss never stores the logits of the global batch, so its directions and accuracy are not available. They are
 computed on a sample instead: the first micro-batch of every rank (m rows against the same m columns, at most 1024),
@@ -9,7 +7,10 @@ averaged over ranks. Their names begin with micro_, since the values depend on m
 Shapes: b rows per rank, m rows of the sample, D embedding width.
 """
 
+import contextlib
 import re
+import resource
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,6 +47,46 @@ PEAK_BF16_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+
+
+class PhaseTimer:
+    """Measure the seconds of each phase of a step; the phases are ranges in torch's profiler too.
+
+    `mark(name)` begins a phase; `read()` ends the last one and waits for the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.marks: list[tuple[str, Any]] = []  # CUDA events, or seconds
+        self.range = contextlib.ExitStack()
+
+    def mark(self, name: str) -> None:
+        self.range.close()
+        self.range.enter_context(torch.profiler.record_function(f"phase/{name}"))
+        now: Any = time.perf_counter()
+        if self.on_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self.marks.append((name, now))
+
+    def read(self) -> dict[str, float]:
+        self.mark("end")
+        self.range.close()
+        marks, self.marks = self.marks, []
+        if self.on_gpu:
+            marks[-1][1].synchronize()
+        seconds: dict[str, float] = {}
+        for (name, start), (_, end) in zip(marks, marks[1:]):
+            elapsed = start.elapsed_time(end) / 1000 if self.on_gpu else end - start
+            seconds[name] = seconds.get(name, 0.0) + elapsed
+        return seconds
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak device memory of this process on a GPU, its peak resident memory on a CPU; MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class SampledLoss:

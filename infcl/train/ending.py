@@ -22,7 +22,7 @@ from infcl.data.workers import NoBatch
 from infcl.parallel import Parallel, describe_failure, destroy_parallel, read_environment, report_mistake
 from infcl.report import summary_table
 from infcl.train.finite import Diverged
-from infcl.train.signals import Stopped
+from infcl.train.saves import Stopped
 from infcl.train.trainer import Trainer
 
 EXIT_CODES: dict[type[Exception], int] = {

@@ -6,6 +6,7 @@ device records two kinds of flags during a step, at no cost. The host reads them
     features     non-finite rows of pass 1: the forward of a tower failed. With torch's attention, a packed caption
                  makes its neighbours in the row non-finite too, so they are reported with it
     backward     non-finite gradient at the input of a tower's blocks, per micro-batch: the tower's backward failed
+                 (not for towers that open_clip builds)
 """
 
 import math
@@ -14,65 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from infcl.engine.engine import Engine
 from infcl.models.clip import CLIP
 from infcl.parallel import Parallel, join_parts
-from infcl.step.grad_cache import StepOutput
 from infcl.train.observers import Step
 from infcl.train.saves import Saves
 
 _TOWERS = {"image": "visual.transformer", "text": "transformer"}
-_MAX_IDS = 8  # sample numbers per sentence
-_MAX_FINDINGS = 8  # sentences about one skipped step
+_MOST = 8  # sample numbers per line, lines about one skipped step
 
 
 class Diverged(RuntimeError):
     """More steps in a row were skipped than --max-skipped-steps."""
-
-
-class FiniteWatch:
-    """Find non-finite features and gradients by tower and micro-batch; call `begin()` before each step.
-
-    For towers that open_clip builds it checks only the features.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.sums: dict[str, list[torch.Tensor]] = {}
-        for tower, name in _TOWERS.items() if isinstance(model, CLIP) else ():
-            module: Any = model.get_submodule(name)
-            module.on_input_gradient = lambda gradient, tower=tower: self.sums.setdefault(tower, []).append(
-                gradient.sum(dtype=torch.float32)
-            )
-
-    def begin(self) -> None:
-        self.sums = {}
-
-    def findings(self, output: StepOutput, ids: list[torch.Tensor]) -> list[str]:
-        """Return sentences about non-finite values on this rank, if any. Waits for the device.
-
-        Args:
-            output: result of the step's gradient cache.
-            ids: sample numbers of each micro-batch.
-        """
-        found = []
-        sizes = [len(numbers) for numbers in ids]
-        for tower in _TOWERS:
-            wrong = ~output.finite_rows[f"{tower}_features"].cpu()
-            wrong = wrong.view(sum(sizes), -1).any(1)  # a sample may have several texts
-            for index, (rows, numbers) in enumerate(zip(wrong.split(sizes), ids)):
-                if rows.any():
-                    samples = numbers[rows].tolist()
-                    more = f" and {len(samples) - _MAX_IDS} more" if len(samples) > _MAX_IDS else ""
-                    found.append(
-                        f"{tower} tower, micro-batch {index}: features of samples "
-                        f"{', '.join(map(str, samples[:_MAX_IDS]))}{more} are not finite"
-                    )
-            for index, total in zip(output.replayed, self.sums.get(tower, [])):
-                if not total.isfinite():
-                    found.append(f"{tower} tower, micro-batch {index}: gradients are not finite")
-        return found
 
 
 class Skips:
@@ -94,7 +49,16 @@ class Skips:
         self.engine, self.parallel, self.saves, self.say = engine, parallel, saves, say
         self.max_in_a_row = max_in_a_row
         self.total = self.in_a_row = 0
-        self.watch = FiniteWatch(engine.module)
+        self.begin()
+        for tower, name in _TOWERS.items() if isinstance(engine.module, CLIP) else ():
+            module: Any = engine.module.get_submodule(name)
+            module.on_input_gradient = lambda gradient, tower=tower: self.sums[tower].append(
+                gradient.sum(dtype=torch.float32)
+            )
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step."""
+        self.sums: dict[str, list[torch.Tensor]] = {tower: [] for tower in _TOWERS}
 
     def count(self, applied: bool) -> None:
         self.total += not applied
@@ -127,11 +91,27 @@ class Skips:
 
     def _explain(self, step: Step) -> str:
         """Return which rank, tower and micro-batch is not finite; the same text on every rank."""
-        ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.pixels.ids]
         gathered: list[list[str]] = [[]] * self.parallel.world_size
-        dist.all_gather_object(gathered, self.watch.findings(step.output, ids))
-        if found := [f"rank {rank}, {finding}" for rank, findings in enumerate(gathered) for finding in findings]:
-            return "\n  ".join(found[:_MAX_FINDINGS]) + ("\n  ..." if len(found) > _MAX_FINDINGS else "")
-        if not math.isfinite(step.loss):
-            return f"in no tower: the loss is {step.loss}"
-        return "in no tower alone: in their sum over ranks, or outside the towers"
+        dist.all_gather_object(gathered, self._own(step))
+        found = [f"rank {rank}, {line}" for rank, lines in enumerate(gathered) for line in lines]
+        if not found and math.isfinite(step.loss):
+            return "in no tower alone: in their sum over ranks, or outside the towers"
+        return "\n  ".join([*found[:_MOST], *["..."] * (len(found) > _MOST)]) or f"in no tower: the loss is {step.loss}"
+
+    def _own(self, step: Step) -> list[str]:
+        """Return lines about this rank's non-finite values. Collective if tensor-parallel; waits for the device."""
+        found = []
+        ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.pixels.ids]
+        sizes = [len(numbers) for numbers in ids]
+        for tower in _TOWERS:
+            wrong = ~step.output.finite_rows[f"{tower}_features"].cpu()
+            wrong = wrong.view(sum(sizes), -1).any(1)  # a sample may have several texts
+            for index, (rows, numbers) in enumerate(zip(wrong.split(sizes), ids)):
+                if samples := numbers[rows].tolist():
+                    more = f" and {len(samples) - _MOST} more" if len(samples) > _MOST else ""
+                    listed = ", ".join(map(str, samples[:_MOST])) + more
+                    found.append(f"{tower} tower, micro-batch {index}: features of samples {listed} are not finite")
+            for index, total in zip(step.output.replayed, self.sums[tower]):
+                if not total.isfinite():
+                    found.append(f"{tower} tower, micro-batch {index}: gradients are not finite")
+        return found

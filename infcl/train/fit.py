@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from infcl.config import RunSpec
 from infcl.config.preset import STAGE_3_BUCKET
-from infcl.config.settings import shipped_preset
 from infcl.models.config import CLIPConfig
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, max_over, ranks_of_host
@@ -150,7 +149,7 @@ class Fit:
                     flags += ["--grad-checkpointing"] if checkpointing else []
                     if way is in_zero_3:  # with the precision if the current preset sets it
                         in_preset = any(spec.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-                        flags += [f"--deepspeed_config {shipped_preset('zero3')}"]
+                        flags += ["--deepspeed_config zero3"]
                         flags += [f"--precision {spec.precision}"] if in_preset else []
                     return f"Try {' '.join(flags)} ({_gib(peak)})"
         return "No micro-batch size, checkpointing or ZeRO stage fits: use more GPUs, offloading"

@@ -1,19 +1,17 @@
 """Write a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases and the console.
 
-Only rank 0 writes. A sink receives (kind, step, samples_seen, values) and draws a curve kind/key over samples_seen:
+Only rank 0 writes. A sink receives (kind, samples_seen, values) and draws a curve kind/key over samples_seen:
 train/loss, retrieval/image_to_text_r1.
 """
 
 import json
 import math
-import os
 import sys
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.config import TrainConfig, aligned
@@ -39,13 +37,14 @@ class MetricsWriter:
         self.lost = 0
         if enabled:
             self.file = open(run.metrics, "a", buffering=1)
-            self.sinks: list[Sink] = []
+            self.sinks: list[TensorBoardSink | WandbSink] = []
             if config.report_to in ("tensorboard", "all"):
                 self.sinks.append(TensorBoardSink(run.root, samples_seen))
             if config.report_to in ("wandb", "all"):
                 self.sinks.append(WandbSink(run.root, config.wandb_project_name))
             self.console = Console(total_steps, config.log_every_n_steps)
-            self._end_torn_line()
+            if run.metrics.read_bytes()[-1:] not in (b"", b"\n"):  # a crash cut a record off
+                self._try(self.file.write, "\n")
 
     def after_step(self, step: Step) -> None:
         """Record a step, show it on the console and print the lines that observers added to it."""
@@ -54,14 +53,6 @@ class MetricsWriter:
             self._try(self.console.step, step.number, known)
             for line in step.news:
                 self.say(line)
-
-    def _end_torn_line(self) -> None:
-        """End the line of a record that a crash cut off; otherwise the next record would be unreadable too."""
-        with open(self.file.name, "rb") as before:
-            if before.seek(0, os.SEEK_END):
-                before.seek(-1, os.SEEK_END)
-                if before.read() != b"\n":
-                    self._try(self.file.write, "\n")
 
     def evaluation(self, name: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
         if not self.enabled:
@@ -90,7 +81,7 @@ class MetricsWriter:
         record = {"kind": kind, "step": step, "samples_seen": samples_seen} | known
         self._try(self.file.write, json.dumps(record) + "\n")
         for sink in self.sinks:
-            self._try(sink.log, kind, step, samples_seen, known, of_sink=True)
+            self._try(sink.log, kind, samples_seen, known, of_sink=True)
         return known
 
     def _try(self, write: Callable, *arguments, of_sink: bool = False) -> None:
@@ -103,12 +94,6 @@ class MetricsWriter:
                 self.say(f"metrics could not be written ({why_not_written(error)}); training continues without them")
 
 
-class Sink(Protocol):
-    def log(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class TensorBoardSink:
     """Write RUN/tensorboard. Older points after `samples_seen` are hidden, since a resumed run repeats these steps."""
 
@@ -117,7 +102,7 @@ class TensorBoardSink:
 
         self.events = SummaryWriter(run / "tensorboard", purge_step=samples_seen + 1)
 
-    def log(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
+    def log(self, kind: str, samples_seen: int, values: dict[str, float]) -> None:
         for key, value in values.items():
             self.events.add_scalar(f"{kind}/{key}", value, samples_seen)
 
@@ -137,19 +122,18 @@ class WandbSink:
         identity = run / "wandb_id"
         if not identity.is_file():
             identity.write_text(uuid.uuid4().hex[:12] + "\n")
-        config = run / "config.json"
         self.run = wandb.init(
             project=project,
             name=run.resolve().name,
             id=identity.read_text().strip(),
             resume="allow",
             dir=str(run),
-            config=json.loads(config.read_text()) if config.is_file() else None,
+            config=json.loads((run / "config.json").read_text()),
         )
         self.run.define_metric("samples_seen")
         self.run.define_metric("*", step_metric="samples_seen")
 
-    def log(self, kind: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
+    def log(self, kind: str, samples_seen: int, values: dict[str, float]) -> None:
         self.run.log({f"{kind}/{key}": value for key, value in values.items()} | {"samples_seen": samples_seen})
 
     def close(self) -> None:

@@ -1,12 +1,26 @@
-"""Decide when to save (by step count, by time, after a signal, at the end) and when failed saves end the run.
+"""When a run saves a checkpoint, and when a signal or failed saves end it.
 
-All ranks make the same decision after each step, since beginning and publishing a checkpoint (checkpoint/write.py)
-are collective. The trainer decides which of the loop's state a checkpoint contains.
+SIGTERM, SIGUSR1 (a scheduler's pre-emption), SIGHUP (a closed terminal; ignored under nohup) and Ctrl-C are only
+recorded. After each step all ranks check them together, save, and raise `Stopped`. So a signal never interrupts a save,
+and a signal to one rank stops all of them. A second Ctrl-C, `AGAIN` seconds after the first, ends a rank at once.
+
+If SIGUSR1 arrives during the start, pretrain_clip.py records it. The run then takes one step, saves and exits, so that
+each start makes progress. SIGTERM ends a start at once, since its sender may not wait that long.
+
+A launcher that is killed does not stop its ranks, and the `deepspeed` command then reports success. So ranks ask the
+kernel for a SIGTERM when their launcher dies. A `deepspeed` command that is killed does not stop its launcher, so
+ranks on its node check after each step whether it still runs. Ranks on other nodes, behind pdsh or ssh, cannot.
 """
 
+import ctypes
+import math
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,14 +28,24 @@ from infcl.checkpoint.run_folder import NotWritten
 from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import TrainConfig
 from infcl.parallel import Parallel, max_over
+from infcl.parallel.environment import deepspeed_launcher, deepspeed_runner, parent_of
 from infcl.train.observers import Step
-from infcl.train.signals import Stopped, StopSignals
 
 MAX_FAILED_SAVES = 3  # in a row; one more ends the run
+AGAIN = 3.0  # seconds; torchrun forwards the Ctrl-C that the terminal has sent to the rank already
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Stopped(Exception):
+    """Raised on every rank after the checkpoint. `exit_code` follows the shell: 128 + the signal's number."""
+
+    def __init__(self, number: int):
+        super().__init__(f"{signal.Signals(number).name} received")
+        self.exit_code = 128 + number
 
 
 class Saves:
-    """An observer that saves checkpoints.
+    """An observer that saves checkpoints. All its methods are collective.
 
     Args:
         config: the flags.
@@ -38,58 +62,122 @@ class Saves:
         parallel: Parallel,
         *,
         checkpoints: CheckpointWriter,
-        signals: StopSignals,
+        signals: "StopSignals",
         state: Callable[[], dict],
     ):
-        self.config, self.parallel, self.state = config, parallel, state
+        self.every, self.parallel, self.state = config.save_every_n_steps, parallel, state
         self.checkpoints, self.signals = checkpoints, signals
-        self.begun_at = time.monotonic()
 
     def begin(self) -> None:
-        """Begin a checkpoint of this step, unless one has begun; a later `publish` completes it. Collective."""
+        """Begin a checkpoint of this step, unless one has begun; a later `publish` completes it."""
         state = self.state()
-        if state["step"] == self.checkpoints.begun_step:
-            return
-        self.begun_at = time.monotonic()
-        self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
+        if state["step"] != self.checkpoints.begun_step:
+            self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
 
     def finish(self) -> Path | None:
-        """Write a checkpoint of this step; None if it exists already or cannot be written. Collective."""
+        """Write a checkpoint of this step; None if it exists already or cannot be written."""
         self.begin()
         return self.checkpoints.publish()
 
     def told_to_end(self) -> int:
-        """Return the number of a signal that any rank has received, or 0. Collective; waits for slow ranks."""
+        """Return the number of a signal that any rank has received, or 0. Waits for slow ranks."""
         dist.barrier()  # check only when all ranks arrive: rank 0 may take minutes to remove old checkpoints
         return int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
 
     def after_step(self, step: Step) -> None:
-        """Publish a written checkpoint; begin one if step count, rank 0's clock or a signal requires it. Collective.
+        """Publish a written checkpoint; begin one if the step count or a signal requires it.
 
         Raises:
             Stopped: after a checkpoint, if a rank has received a signal.
             NotWritten: after more failed checkpoints in a row than MAX_FAILED_SAVES. Not at the last step, since a
                 completed run is exported even if no checkpoint could be written.
         """
-        config, minutes = self.config, self.config.save_every_minutes
-        overdue = minutes > 0 and self.parallel.rank == 0 and time.monotonic() - self.begun_at > 60 * minutes
-        news = [self.signals.received, overdue, self.checkpoints.busy]
-        signal, overdue, someone_writes = max_over(dist.group.WORLD, news, self.parallel.device)
-        due = signal or overdue or (config.save_every_n_steps and step.number % config.save_every_n_steps == 0)
+        own = [self.signals.received, self.checkpoints.busy]
+        number, someone_writes = max_over(dist.group.WORLD, own, self.parallel.device)
+        due = number or (self.every and step.number % self.every == 0)
         if self.checkpoints.pending and (due or not someone_writes):  # before the next one begins, to know if it failed
             self.checkpoints.publish()
-        if not signal and not step.is_last:
-            self._end_if_nothing_is_kept()
-        if due:
-            self.begin()
-        if signal:
-            self.checkpoints.publish()
-            raise Stopped(int(signal))
-
-    def _end_if_nothing_is_kept(self) -> None:
-        if (failed := self.checkpoints.failed_in_a_row) > MAX_FAILED_SAVES:
+        failed = self.checkpoints.failed_in_a_row
+        if failed > MAX_FAILED_SAVES and not number and not step.is_last:
             raise NotWritten(
                 f"{failed} checkpoints in a row could not be written to {self.checkpoints.run.checkpoints}, more than "
                 f"{MAX_FAILED_SAVES}: further training would keep nothing "
                 f"({self.checkpoints.problem}). Fix that; {self.checkpoints.hint}"
             )
+        if due:
+            self.begin()
+        if number:
+            self.checkpoints.publish()
+            raise Stopped(int(number))
+
+
+class StopSignals:
+    """Context manager around the loop that records signals; `received` is the number of the one to act on, or 0.
+
+    Args:
+        noted: the list to which pretrain_clip.py's handler of SIGUSR1 appends. With it SIGUSR1 has its default effect
+            after the loop; without it the previous handler is restored.
+    """
+
+    def __init__(self, noted: list[int] | None = None):
+        self.noted: list[int] = [] if noted is None else noted
+        self._taken_over = noted is not None
+        self._interrupted_at = math.inf
+        self._launcher, self._runner = deepspeed_launcher(), deepspeed_runner()
+        if self._launcher and self._runner is None and lost_its_parent(self._launcher):  # during the start
+            self.noted.append(signal.SIGHUP)
+
+    def __enter__(self) -> "StopSignals":
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup: the run must outlive its terminal
+        noted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+        self._before: dict[int, Any] = {number: signal.signal(number, self._note) for number in noted}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGUSR1 and self._taken_over else handler)
+
+    @property
+    def received(self) -> int:
+        """SIGINT if received, since launchers send SIGTERM after it; SIGHUP if the `deepspeed` command is gone."""
+        if not self.noted and self._runner and parent_of(self._launcher or 0) not in (None, self._runner):
+            self.noted.append(signal.SIGHUP)
+        return signal.SIGINT if signal.SIGINT in self.noted else next(reversed(self.noted), 0)
+
+    def act_on_late(self) -> None:
+        """After the loop, raise a signal that arrived after the last common check."""
+        if self.received:
+            signal.raise_signal(self.received)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.noted.append(number)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._interrupted_at > AGAIN:
+            signal.default_int_handler(number, frame)
+        self._interrupted_at = min(self._interrupted_at, time.monotonic())
+        self.noted.append(number)
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM when the deepspeed launcher that started this process dies (Linux).
+
+    Raises:
+        KeyboardInterrupt: the `deepspeed` command that started the launcher is gone already.
+    """
+    if launcher := deepspeed_launcher():
+        set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if lost_its_parent(launcher):
+            raise KeyboardInterrupt
+
+
+def lost_its_parent(process: int) -> bool:
+    """Return whether a process of another session has adopted `process`, as happens when its parent exits."""
+    try:
+        parent, session = parent_of(process), os.getsid(process)
+        return bool(parent) and session not in (process, os.getsid(parent or 0))
+    except OSError:  # one of the processes exits during the check
+        return False

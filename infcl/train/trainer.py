@@ -16,7 +16,7 @@ import torch.distributed as dist
 from infcl.checkpoint.load import find_checkpoint, full_weights, load_checkpoint, trainer_state
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.checkpoint.write import CheckpointWriter
-from infcl.config import total_steps
+from infcl.config import aligned, counted, total_steps
 from infcl.data.loader import TooManyBadSamples
 from infcl.data.workers import describe_death
 from infcl.engine.engine import Engine
@@ -24,22 +24,35 @@ from infcl.engine.parameter_groups import later_host_bytes
 from infcl.engine.schedule import Schedule
 from infcl.models.attention import towers_with_kernel
 from infcl.models.packing import num_texts, texts_for_model
-from infcl.parallel import Parallel, from_first_rank, join_parts, mean_over, micro_batch_seed, seed_everything
+from infcl.parallel import (
+    Parallel,
+    describe_ranks,
+    from_first_rank,
+    join_parts,
+    max_over,
+    mean_over,
+    micro_batch_seed,
+    seed_everything,
+)
 from infcl.step.grad_cache import StepOutput, grad_cache_step
-from infcl.step.pixels import build_pixel_cache
+from infcl.step.pixels import build_pixel_cache, describe_pixels
 from infcl.step.replay import RunningStatistics
 from infcl.train.build import Inputs, build_loader, build_loss, build_model, build_tasks, split_model
 from infcl.train.compile import prepare_blocks
-from infcl.train.diagnostics import SampledLoss, share_of_duplicates, trained_shares, utilisation
+from infcl.train.diagnostics import (
+    PhaseTimer,
+    SampledLoss,
+    peak_memory_mb,
+    share_of_duplicates,
+    trained_shares,
+    utilisation,
+)
 from infcl.train.finite import Skips
 from infcl.train.metrics import MetricsWriter
-from infcl.train.observers import Observer, PackingHint, Step
-from infcl.train.profiler import PhaseTimer, StepProfiler, peak_memory_mb
+from infcl.train.observers import Observer, Step, StepProfiler, Stragglers
 from infcl.train.resident import graphs_to_keep, resident_micro_batches
-from infcl.train.results import opening, summary_of, write_results
-from infcl.train.saves import Saves
-from infcl.train.signals import Stopped, StopSignals
-from infcl.train.stragglers import Stragglers
+from infcl.train.results import oddities, sum_reports, write_results
+from infcl.train.saves import Saves, Stopped, StopSignals
 
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
@@ -127,18 +140,12 @@ class Trainer:
     def _build_observers(self) -> None:
         """Build the observers in calling order: metrics writes what those before it found."""
         config, parallel = self.config, self.parallel
-        self.profiler = StepProfiler(config.profile, self.run.root / "profile", self.timer, enabled=parallel.rank == 0)
+        self.profiler = StepProfiler(
+            config.profile, self.run.root / "profile", on_gpu=self.timer.on_gpu, enabled=parallel.rank == 0
+        )
         encoding_waits = self.spec.zero_stage == 3 or parallel.tp_size > 1
-        self.observers: list[Observer] = [
-            Stragglers(parallel, every=config.log_every_n_steps, encoding_waits=encoding_waits),
-            self.profiler,
-            self.metrics,
-            self.skips,
-            self.saves,
-        ]
-        if self.spec.packs_captions:
-            masks = "text" not in towers_with_kernel(self.engine.module)
-            self.observers.insert(0, PackingHint(masks=masks))
+        stragglers = Stragglers(parallel, every=config.log_every_n_steps, encoding_waits=encoding_waits)
+        self.observers: list[Observer] = [stragglers, self.profiler, self.metrics, self.skips, self.saves]
 
     # ---- the loop ----
 
@@ -212,7 +219,7 @@ class Trainer:
     def _encode_and_replay(self) -> StepOutput:
         """Encode all micro-batches, compute the loss once, and propagate its gradients back through the towers."""
         self.engine.train()
-        self.skips.watch.begin()
+        self.skips.begin()
         statistics = RunningStatistics(self.engine.module)
 
         def on_phase(phase: str) -> None:
@@ -382,8 +389,7 @@ class Trainer:
             samples_seen=self.samples_seen,
         )
         self.timer = PhaseTimer(self.parallel.device)
-        for lines in opening(self):
-            self.metrics.say(lines)
+        self._announce()
         if checkpoint is not None:
             self.checkpoints.continue_from(checkpoint, self.step)
             self.metrics.say(f"resumed from {checkpoint} at step {self.step}")
@@ -419,9 +425,67 @@ class Trainer:
             raise ValueError(f"{checkpoint} is of step {self.step}, the flags end the run at {self.total_steps}")
         self.train_seconds = state["train_seconds"]
 
+    def _announce(self) -> None:
+        """Print the table of the run's settings, then warnings about flags that may be unintended."""
+        config, schedule = self.config, self.schedule
+        by_triton = ", ".join(towers_with_kernel(self.engine.module))
+        towers = [
+            f"{'compiled' if self.compiled else 'eager'} blocks",
+            *([f"Triton attention ({by_triton})"] if by_triton else []),
+            f"cached activations of {counted(self.resident, 'micro-batch', 'micro-batches')}",
+            f"{'packed' if self.spec.packs_captions else 'padded'} captions",
+        ]
+        rows = {
+            "model": f"{config.model}, {self.num_parameters / 1e6:.2f}M parameters",
+            "data": f"{self.loader.num_samples:,} samples",
+            "batch": str(self.batch),
+            "steps": f"{self.total_steps:,}",
+            "loss": config.loss,
+            "engine": f"{self.spec.zero_in_words}, {self.spec.precision}, {describe_ranks(self.parallel)}",
+            "towers": ", ".join(towers),
+            "pixels": describe_pixels(self.pixels),
+            "optimizer": f"{config.opt}, learning rate {schedule}, {schedule.warmup:,} warm-up steps",
+        }
+        lines = [aligned(rows.items())]
+        if self.parallel.tp_size > 1:
+            from megatron_patches.patches import describe_patches
+
+            lines.append(describe_patches())
+        lines += filter(None, [self.batch.smaller_than_asked(config), schedule.oddity()])
+        if self.step == 0:  # a resumed run has its weights from a checkpoint, and has reported this before
+            lines += [*self.sources_of_weights, *oddities(config, self.model_config.text_cfg.vocab_size)]
+        for line in lines:
+            self.metrics.say(line)
+
     def _finish(self) -> dict:
+        """Evaluate, export, and return the contents of summary.json."""
         results = {name: self._run_task(name) for name in self.tasks}
         weights = full_weights(self.engine, keep=self.parallel.rank == 0, ema=self.config.ema_eval)
-        summary = summary_of(self, results)
+        peak = max_over(dist.group.WORLD, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
+        retrieval, newest = results.get("retrieval", {}), self.checkpoints.newest
+        summary = {
+            "zero_shot_top1": results.get("zero_shot", {}).get("top1"),
+            "image_to_text_r1": retrieval.get("image_to_text_r1"),
+            "text_to_image_r1": retrieval.get("text_to_image_r1"),
+            "samples_seen": self.samples_seen,
+            "steps": self.step,
+            "skipped_steps": self.skips.total,
+            "failed_saves": self.checkpoints.failed,
+            "lost_metrics": self.metrics.lost,
+            "train_seconds": round(self.train_seconds, 1),
+            "peak_memory_mb": round(peak, 1),
+            "zero_stage": self.engine.zero_stage,
+            "world_size": self.parallel.world_size,
+            "data": sum_reports(self.loader.report(), self.parallel),
+            "evaluation": results,
+            "ema": self.config.ema_eval,
+            "loads_in_open_clip": self.model_config.loads_in_open_clip,
+            "paths": {
+                "run": str(self.run.root),
+                "loss_curve": str(self.run.loss_curve),
+                "export": str(self.run.export),
+                "checkpoint": str(newest) if newest else None,
+            },
+        }
         write_results(self.run, self.parallel, weights, self.model_config, summary)
         return summary

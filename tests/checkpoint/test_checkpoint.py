@@ -131,7 +131,7 @@ def finished(demo_folder, tmp_path_factory):
 
 
 def stopped_while_the_last_is_written(rank, world_size, config) -> str:
-    from infcl.train.signals import Stopped
+    from infcl.train.saves import Stopped
 
     trainer = new_trainer(config)
     finish = trainer.saves.finish

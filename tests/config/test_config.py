@@ -1,5 +1,6 @@
 """Flags: open_clip's names, one clear message for each usage error, and arithmetic in one place."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,7 +8,6 @@ import re
 
 import pytest
 
-from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import (
     LOSS_NAMES,
     BatchPlan,
@@ -18,7 +18,6 @@ from infcl.config import (
     settings_of,
     total_steps,
 )
-from infcl.config.checks import _PASSWORD
 from infcl.config.command_line import REMOVED
 from infcl.config.preset import read_preset
 from infcl.loss.contrastive import LOSSES
@@ -71,7 +70,9 @@ def test_train_data_of_several_values_is_one_list_of_sources(tmp_path):
     argv = ["--train-data", "a/{0..3}.tar", "b", "@urls.txt", "--tokenizer", __file__, "--dataset-type", "auto"]
     config = parse_args(argv)
     assert (config.train_data, config.dataset_type) == ("a/{0..3}.tar::b::@urls.txt", "webdataset")
-    assert parse_args([*argv[:1], "a.csv", "b.tsv", *argv[4:]]).dataset_type == "csv"
+    assert parse_args([*argv[:1], "a.csv", "b.TSV", *argv[4:]]).dataset_type == "csv"
+    for pattern in ("shards/0000?.tar", "shards/[0-3].tar", "shards/*.tar"):  # the data layer expands them
+        assert parse_args([*argv[:1], pattern, *argv[4:]]).train_data == pattern
     (tmp_path / "urls").write_text("a.tar")
     assert parse_args([*argv[:1], f"@{tmp_path}/urls", *argv[4:]]).train_data == f"@{tmp_path}/urls"
 
@@ -98,92 +99,74 @@ def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
     ("flags", "message"),
     [
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--batch-siz", "3"], "unrecognized arguments: --batch-siz"),
         (["--batch_size", "3"], r"--batch_size 3 \(--batch_size: did you mean --batch-size\?\)"),
         (["--pretrained", "openai"], r"openai: no such file or folder \(.* nothing is downloaded by name\)"),
         (["--tokenizer", "ViT-B-32"], "no such file or folder .*or open_clip:ViT-B-32 for CLIP's own"),
-        (
-            ["--deepspeed_config", "zero9"],
-            r"no such file or folder \(it takes a name \(zero1\) or a file, like ds_configs/",
-        ),
+        (["--deepspeed_config", "zero9"], r"no such file or folder \(it takes a name in ds_configs"),
+        (["--report-to", "all"], "--report-to all: wandb is not installed"),
+        (["--loss", "clip", "--tile-dtype", "bf16"], "--tile-dtype bf16 is for --loss inf_cl and siglip"),
+        (["--workers", "-2"], "-2 must be at least 0, or auto"),
+        (["--global-batch-size", "64", "--accum-freq", "2"], "leave one of them out"),
+        (["--duplicates-by", "pixels"], "--duplicates-by pixels is none of image, caption and key:NAME"),
+        (["--duplicates", "mask", "--loss", "disco"], "--duplicates mask is for --loss inf_cl and siglip, not disco"),
+        (["--captions-per-image", "2", "--loss", "siglip"], "--captions-per-image 2 and --negatives-key are for"),
+        (["--captions-per-image", "2", "--duplicates", "mask"], "captions of one image its positives, which"),
+        (["--negatives-key", "hard"], "--dataset-type synthetic has no data for --duplicates, --negatives-key"),
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
-        (["--batch-size", "0"], "0 must be at least 1, or auto"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
-        (["--warmup", "-1"], "--warmup -1 must not be negative"),
-        (["--warmup", "5", "--warmup-samples", "640"], "--warmup 5 steps and --warmup-samples 640 are two lengths"),
+        (
+            ["--warmup", "5", "--warmup-samples", "640"],
+            "--warmup-samples 640: leave one of them out",
+        ),
         (["--beta2", "1.0"], r"--beta2 1.0 must lie in \[0, 1\)"),
         (["--grad-clip-norm", "0"], "leave it out for none"),
         (["--wd", "nan"], "--wd nan must be a finite number"),
-        (["--lr", "inf"], "--lr inf must be a finite number"),
-        (["--image-lr", "nan"], "--image-lr nan must be a finite number"),
         (["--seed", str(2**63)], r"must lie in \[0, 2\*\*63\)"),
         (["--loss", "triplet"], "invalid choice: 'triplet'"),
         (["--lock-image", "--lock-text"], "lock one tower"),
-        (["--lock-image", "--lock-text", "--lock-text-unlocked-layers", "-1"], "-1 must not be negative"),
         (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
         (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
-        (["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "-1"], "--epochs-cooldown -1 must be"),
-        (["--lr-cooldown-power", "-1"], "--lr-cooldown-power -1.0 must not be negative"),
         (["--epochs-cooldown", "2"], "no meaning with --lr-scheduler cosine"),
-        (["--lr-cooldown-end", "1e-5"], "--lr-cooldown-end has no meaning with --lr-scheduler cosine"),
         (
             ["--lr-scheduler", "const-cooldown", "--epochs-cooldown", "1", "--lr", "1e-3", "--lr-cooldown-end", "1"],
             "--lr-cooldown-end 1, the learning rate at the end, is above --lr 0.001",
         ),
-        (["--force-patch-dropout", "1.0"], r"--force-patch-dropout 1.0 must lie in \[0, 1\)"),
         (["--pixel-cache-gb", "much"], "--pixel-cache-gb much is neither a number of at least 0 nor auto"),
-        (["--pixel-cache-gb", "-1"], "--pixel-cache-gb -1 is neither a number of at least 0 nor auto"),
         (["--resident-micro-batches", "0"], "--resident-micro-batches 0 is neither a number above 0 nor auto"),
-        (["--ema-decay", "1.0"], r"--ema-decay 1.0 must lie in \[0, 1\)"),
         (["--ema-eval"], "--ema-eval needs --ema-decay"),
         (["--image-layer-decay", "0"], r"--image-layer-decay 0.0 must lie in \(0, 1\]"),
-        (["--opt", "sgd"], "invalid choice: 'sgd'"),
         (["--opt", "adafactor", "--tensor-parallel-size", "2"], "needs full matrices"),
         (["--opt", "lamb", "--wd-mode", "schedule"], "part of the update"),
         (["--aug-cfg", "crop=1"], "--aug-cfg takes scale, ratio, hflip, color_jitter.*, not crop"),
         (["--aug-cfg", "scale=("], "is not KEY=VALUE"),
-        (["--deepspeed_config", "/no/such.json"], "/no/such.json: no such file"),
     ],
 )
-def test_a_wrong_flag_is_rejected_with_the_value_and_the_fix(flags, message):
+def test_a_wrong_flag_is_rejected_with_the_value_and_the_fix(flags, message, monkeypatch):
+    monkeypatch.setattr("infcl.config.checks._is_installed", lambda package: False)
     with pytest.raises(ValueError, match=message):
         parse_args([*SYNTHETIC, *flags])
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "has_password"),
     [
-        "pipe:curl -s https://me:hunter2@host/{00..03}.tar",
-        "https://hunter2@host/{00..03}.tar",
-        "s3://me:hunter2@bucket/0.tar",
+        ("pipe:curl -s https://me:hunter2@host/{00..03}.tar", True),
+        ("https://hunter2@host/{00..03}.tar", True),
+        ("s3://me:hunter2@bucket/0.tar", True),
+        ("s3://me@bucket/0.tar", False),
+        ("hdfs://me@host:8020/0.tar", False),
+        ("pipe:ssh me@host cat /data/0.tar", False),
+        ("https://host:8080/a@b/0.tar", False),
+        ("https://host/0.tar?user=me@host&tokens=77", False),
+        ("pipe:curl -s --user-agent a:b https://host/0.tar", False),
     ],
 )
-def test_a_password_in_a_url_is_rejected_and_not_printed(url):
-    with pytest.raises(ValueError, match="--train-data holds a password or token") as rejected:
-        parse_args(["--train-data", url, "--tokenizer", "x"])
-    assert "hunter2" not in str(rejected.value)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://bucket/{00..03}.tar",
-        "s3://me@bucket/0.tar",
-        "gs://me@bucket/0.tar",
-        "hdfs://me@host:8020/0.tar",
-        "pipe:ssh me@host cat /data/0.tar",
-        "ssh://me@host/0.tar",
-        "https://host:8080/a@b/0.tar",
-        "https://host/0.tar?versionId=3sL4kqtJlcpXroDTDmJ",
-        "https://host/0.tar?download=true&tokens=77&design=sig",
-        "https://host/0.tar?user=me@host",
-        "pipe:curl --netrc -s https://host/0.tar",
-        "pipe:curl -s --user-agent a:b https://host/0.tar",
-    ],
-)
-def test_a_url_without_a_password_is_not_rejected(url):
-    assert not _PASSWORD.search(url)
+def test_a_password_in_a_url_is_rejected_and_not_printed(url, has_password):
+    with pytest.raises(ValueError) if has_password else contextlib.nullcontext() as rejected:
+        parse_args(["--train-data", url, "--tokenizer", __file__])
+    if has_password:
+        assert "--train-data holds a password" in str(rejected.value) and "hunter2" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -206,43 +189,15 @@ def test_what_launchers_add_is_accepted():
     assert config.deepspeed_config == "ds_configs/zero3.json"
 
 
-def test_from_another_folder_the_default_preset_is_the_checkouts_and_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    here = parse_args(SYNTHETIC)
+def test_a_preset_is_named_from_any_folder_and_another_file_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    there = parse_args(SYNTHETIC)
-    assert (here.deepspeed_config, there.deepspeed_config) == ("ds_configs/zero1.json", f"{ROOT}/ds_configs/zero1.json")
-    assert read_preset(there, "cpu")[0]["zero_optimization"]["stage"] == 1
-    assert there.to_json() == here.to_json()  # what a repetition or a resumed run is compared by
-    (tmp_path / "config.json").write_text(here.to_json())
-    assert RunFolder(tmp_path).other_flags(there) == []
-    settings = settings_of(there)  # and the hosts of one run
-    assert settings["--deepspeed_config zero_optimization.stage"] == "1"
-    monkeypatch.chdir(ROOT)
-    assert settings == settings_of(here)
-
-
-def test_a_relative_preset_is_of_the_working_directory_and_never_the_default(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for given in ("zero1", "zero3"):
-        with pytest.raises(ValueError, match=f"{given}.json: no such file .*like {ROOT}/ds_configs/zero1.json"):
-            parse_args([*SYNTHETIC, "--deepspeed_config", f"ds_configs/{given}.json"])
-    (tmp_path / "ds_configs").mkdir()
-    (tmp_path / "ds_configs" / "zero1.json").write_text("{}")
-    default = parse_args(SYNTHETIC)
-    assert default.deepspeed_config == f"{ROOT}/ds_configs/zero1.json"
-    named = parse_args([*SYNTHETIC, "--deepspeed_config", "ds_configs/zero1.json"])
-    assert read_preset(named, "cpu")[0] == {}
-    (tmp_path / "config.json").write_text(default.to_json())
-    changed = RunFolder(tmp_path).other_flags(named)  # a resumed run reports it
-    assert changed == [f"deepspeed_config ds_configs/zero1.json there, {tmp_path.resolve()}/ds_configs/zero1.json now"]
-
-
-def test_without_a_checkout_the_missing_preset_is_reported(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("infcl.config.settings._SHIPPED_PRESET", tmp_path / "none.json")  # as pip installs it
-    with pytest.raises(ValueError, match="ds_configs/zero1.json of infcl's repository, which pip does not install"):
-        parse_args(SYNTHETIC)
+    config = parse_args(SYNTHETIC)
+    assert config.deepspeed_config == "zero1" and read_preset(config, "cpu")[0]["zero_optimization"]["stage"] == 1
+    assert settings_of(config)["--deepspeed_config zero_optimization.stage"] == "1"
+    with pytest.raises(ValueError, match=r"ds_configs/zero1.json: no such file or folder \(it takes a name"):
+        parse_args([*SYNTHETIC, "--deepspeed_config", "ds_configs/zero1.json"])
+    (tmp_path / "zero1.json").write_text("{}")
+    assert read_preset(parse_args([*SYNTHETIC, "--deepspeed_config", "zero1.json"]), "cpu")[0] == {}
 
 
 def test_the_loss_names_are_those_of_the_loss_package():
@@ -260,19 +215,13 @@ def test_batch_arithmetic():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch_size", "plan"),
-    [
-        (32, 128, (32, 1, 128)),
-        (16, 128, (16, 2, 128)),
-        (8, 96, (8, 8, 64)),
-        (1, 4096, (1, 1, 4096)),
-        (64, 128, (64, 1, 64)),
-    ],
+    ("ranks", "batch_size", "plan"), [(32, 128, (32, 1, 128)), (8, 96, (8, 8, 64)), (64, 128, (64, 1, 64))]
 )
 def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
     config = parse_args([*SYNTHETIC, "--global-batch-size", "4096", "--batch-size", str(batch_size)])
     assert BatchPlan.of(config, ranks) == BatchPlan(*plan)
-    assert BatchPlan.of(config, ranks).global_batch_size == 4096
+    with pytest.raises(ValueError, match="4096 cannot be shared by 24 ranks"):
+        BatchPlan.of(config, 24)
 
 
 def test_a_micro_batch_that_becomes_smaller_than_asked_is_reported_with_a_batch_that_fills_it():
@@ -291,36 +240,12 @@ def test_a_micro_batch_that_becomes_smaller_than_asked_is_reported_with_a_batch_
     assert printed(8 * 56, 30, parts=4) is None
 
 
-def test_patterns_are_left_to_the_data_layer():
-    for pattern in ("shards/0000?.tar", "shards/[0-3].tar", "shards/*.tar"):
-        assert parse_args(["--train-data", pattern, "--tokenizer", __file__]).train_data == pattern
-
-
-def test_a_global_batch_that_the_ranks_cannot_share_is_rejected():
-    config = parse_args([*SYNTHETIC, "--global-batch-size", "4096"])
-    with pytest.raises(ValueError, match="4096 cannot be shared by 24 ranks"):
-        BatchPlan.of(config, 24)
-    with pytest.raises(ValueError, match="leave one of them out"):
-        parse_args([*SYNTHETIC, "--global-batch-size", "64", "--accum-freq", "2"])
-
-
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
 def test_the_flags_of_launch_scripts_are_ours(script):
     text = re.sub(r"#.*", "", script.read_text())
     flags = set(re.findall(r"(?<!\S)--[a-z][\w-]+", text.partition("pretrain_clip.py")[2]))
     known = {option for action in make_parser()._actions for option in action.option_strings}
     assert flags <= known
-
-
-def test_the_type_of_training_data_can_follow_from_its_name(tmp_path):
-    def chosen(name):
-        (tmp_path / name).touch()
-        return parse_args(["--dataset-type", "auto", "--train-data", str(tmp_path / name), "--tokenizer", __file__])
-
-    kinds = [chosen(name).dataset_type for name in ("a.csv", "a.TSV", "a.tar", "{0..3}.tar")]
-    assert kinds == ["csv", "csv", "webdataset", "webdataset"]
-    with pytest.raises(ValueError, match="--train-data is missing"):
-        parse_args(["--dataset-type", "auto"])
 
 
 def test_a_run_begins_with_the_flags_of_another(tmp_path):
@@ -355,11 +280,8 @@ def test_an_invalid_config_is_rejected(content, message, tmp_path):
 def test_workers_auto_follows_the_cores():
     from infcl.train.build import workers_for
 
-    cores = len(os.sched_getaffinity(0))
-    assert parse_args(["--dataset-type", "synthetic", "--train-num-samples", "8", "--workers", "auto"]).workers == -1
-    assert workers_for(1) == max(1, min(8, cores - 1)) and workers_for(1000) == 1
-    with pytest.raises(ValueError, match="-2 must be at least 0, or auto"):
-        parse_args(["--dataset-type", "synthetic", "--train-num-samples", "8", "--workers", "-2"])
+    assert parse_args([*SYNTHETIC, "--workers", "auto"]).workers == -1
+    assert workers_for(1) == max(1, min(8, len(os.sched_getaffinity(0)) - 1)) and workers_for(1000) == 1
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "examples/recipes").glob("*.json")), ids=lambda path: path.stem)

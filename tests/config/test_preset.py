@@ -29,13 +29,10 @@ def preset_file(tmp_path, content) -> str:
         ("{", {}, "not JSON"),
         ("[]", {}, "the file is \\[\\], not"),
         ({"zero_optimization": {"stage": "2"}}, {}, 'stage is "2", not 0, 1, 2 or 3'),
-        ({"zero_optimization": {"stage": 4}}, {}, "stage is 4"),
-        ({"bf16": True}, {}, "bf16 is true, not"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, {}, 'offload_optimizer is "cpu"'),
         ({"bf16": {"enabled": "auto"}}, {}, 'enabled is "auto"'),
         ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, {}, "round_robin.*leave it out"),
         ({"train_batch_size": 8}, {}, "--batch-size and --accum-freq"),
-        ({"optimizer": {}}, {}, "--lr"),
         ({"gradient_clip": 1.0}, {}, "unknown key 'gradient_clip'"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, "zero3_offload"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both bf16 and fp16"),
@@ -49,20 +46,18 @@ def test_a_wrong_preset_is_rejected_with_the_fix(tmp_path, content, flags, messa
         read_preset(settings("zero1", deepspeed_config=preset_file(tmp_path, content), **flags), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("zero_hpz_partition_size", 2), ("zero_quantized_gradients", True), ("zero_quantized_weights", True)],
-)
-def test_what_deepspeed_does_across_tensor_parallel_ranks_is_rejected(tmp_path, key, value):
+def test_what_deepspeed_does_across_tensor_parallel_ranks_is_rejected(tmp_path):
     """Trained with hpZ, T = 2 x D = 2 had other losses than T = 1 (5.130 instead of 4.124), without a word."""
-    path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: value}})
-    config = settings("", deepspeed_config=path)
-    read_preset(config, "cpu")
-    split = dataclasses.replace(config, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match=f"--tensor-parallel-size 2 with {key} {json.dumps(value)} .* leave it out"):
+    keys = {"zero_hpz_partition_size": (2, 1), "zero_quantized_gradients": (True, False)}
+    for key, (wrong, right) in (keys | {"zero_quantized_weights": (True, False)}).items():
+        path = preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: wrong}})
+        config = settings("", deepspeed_config=path)
+        read_preset(config, "cpu")
+        split = dataclasses.replace(config, tensor_parallel_size=2)
+        with pytest.raises(ValueError, match=f"--tensor-parallel-size 2 with {key} {json.dumps(wrong)}.* leave it out"):
+            read_preset(split, "cpu")
+        preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: right}})
         read_preset(split, "cpu")
-    preset_file(tmp_path, {"zero_optimization": {"stage": 3, key: type(value)(key == "zero_hpz_partition_size")}})
-    read_preset(split, "cpu")
 
 
 def test_what_a_preset_moves_to_the_host_is_what_deepspeed_moves():
@@ -84,15 +79,13 @@ def test_a_single_rank_shards_nothing_where_nothing_is_lost_by_it(preset, precis
     assert one.zero_stage == alone and two.zero_stage == one.asked_stage == int(preset[4])
 
 
-@pytest.mark.parametrize(
-    "more", [{"offload_optimizer": {"device": "cpu"}}, {"data_types": {"grad_accum_dtype": "bf16"}}], ids=str
-)
-def test_a_single_rank_keeps_a_stage_that_does_what_stage_0_does_not(tmp_path, more):
-    preset = {"zero_optimization": {"stage": 1}}
-    (preset if "data_types" in more else preset["zero_optimization"]).update(more)
-    config = settings("", deepspeed_config=preset_file(tmp_path, preset))
-    assert resolve(config, device="cpu").zero_stage == 1
-    run_ranks(partial(engine_steps, deepspeed_config=config.deepspeed_config), 1, "")
+def test_a_single_rank_keeps_a_stage_that_does_what_stage_0_does_not(tmp_path):
+    for more in ({"offload_optimizer": {"device": "cpu"}}, {"data_types": {"grad_accum_dtype": "bf16"}}):
+        preset = {"zero_optimization": {"stage": 1}}
+        (preset if "data_types" in more else preset["zero_optimization"]).update(more)
+        config = settings("", deepspeed_config=preset_file(tmp_path, preset))
+        assert resolve(config, device="cpu").zero_stage == 1
+        run_ranks(partial(engine_steps, deepspeed_config=config.deepspeed_config), 1, "")
 
 
 @pytest.mark.parametrize(
@@ -138,10 +131,9 @@ def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_t
     assert planned == given
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path, stage):
+def test_the_preset_that_is_shown_for_advised_offload_changes_no_step(tmp_path):
     (shown,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "howto" / "plan.md").read_text(), re.DOTALL)
-    path = preset_file(tmp_path, shown.replace('"stage": 2', f'"stage": {stage}'))
+    path, stage = preset_file(tmp_path, shown), 2
     preset, _ = read_preset(settings("", deepspeed_config=path), "cpu")
     assert offloads(preset, "optimizer") and zero_stage(preset) == stage
     shipped = read_preset(settings(f"zero{stage}"), "cpu")[0]["zero_optimization"]
@@ -163,7 +155,7 @@ def test_fp16_on_a_cpu_without_it_is_rejected_by_the_flag_that_asks_for_it(monke
         assert read_preset(settings("zero2_fp16"), device)[1] == "fp16"
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "amp_bf16")])
-def test_without_a_flag_the_precision_follows_the_device(device, precision):
-    assert read_preset(settings("zero1"), device)[1] == precision
-    assert read_preset(settings("zero2_bf16"), device)[1] == "bf16"
+def test_without_a_flag_the_precision_follows_the_device():
+    for device, precision in (("cpu", "fp32"), ("cuda", "amp_bf16")):
+        assert read_preset(settings("zero1"), device)[1] == precision
+        assert read_preset(settings("zero2_bf16"), device)[1] == "bf16"

@@ -20,7 +20,7 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
     from infcl.checkpoint import write as checkpoint_writer
     from infcl.loss import ring
     from infcl.parallel import read_environment
-    from infcl.train import profiler
+    from infcl.train import diagnostics
 
     def finish_writing(self):
         if self._writing is not None:
@@ -39,7 +39,7 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
             multiprocessing.active_children()[0].kill()
             time.sleep(60)  # until the worker's death is reported
 
-    plain_mark = profiler.PhaseTimer.mark
+    plain_mark = diagnostics.PhaseTimer.mark
 
     def mark_phase(self, name):
         if name == "encode":
@@ -48,7 +48,7 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
             strike()
         plain_mark(self, name)
 
-    profiler.PhaseTimer.mark = mark_phase
+    diagnostics.PhaseTimer.mark = mark_phase
     plain_wait = ring.RingExchange.wait
 
     def wait(self, *arguments, **options):

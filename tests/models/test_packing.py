@@ -14,7 +14,6 @@ from infcl.models.clip import CLIP
 from infcl.models.config import TextConfig, load_model_config
 from infcl.models.packing import (
     caption_positions,
-    longer_when_packed,
     longest,
     pack_captions,
     pooled_positions,
@@ -204,12 +203,6 @@ def test_tensor_parallel_ranks_pack_where_it_is_asked_for():
     demo, split = load_model_config("demo"), TrainConfig(tensor_parallel_size=2)
     assert not packs(split, demo)
     assert packs(dataclasses.replace(split, pack_captions="on"), demo)
-
-
-def test_a_run_whose_captions_fill_their_places_is_told_so():
-    for share, with_masks, without in ((0.9, False, False), (0.97, True, False), (1.04, True, True)):
-        assert ("--pack-captions off" in longer_when_packed(share, masks=True)) == with_masks
-        assert ("--pack-captions off" in longer_when_packed(share, masks=False)) == without
 
 
 @pytest.mark.parametrize(("parts", "rows_of_short", "rows_of_long"), [(1, 4, 4), (2, 4, 8)])

@@ -221,12 +221,9 @@ def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder
 
 
 @pytest.mark.parametrize("unlocked", [0, 1, 2, 3, 12, 13, 14])
-@pytest.mark.parametrize("frozen_trunk", ["keep", "again"])
-def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(
-    demo_folder, tmp_path, unlocked, frozen_trunk
-):
+def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(demo_folder, tmp_path, unlocked):
     cfg = load_model_config("ViT-B-32")
-    flags = {"lock_image": True, "lock_image_unlocked_groups": unlocked, "frozen_trunk": frozen_trunk}
+    flags = {"lock_image": True, "lock_image_unlocked_groups": unlocked}
     config = demo_config(demo_folder, tmp_path, **flags, compile_blocks="off")
     with torch.device("meta"):
         model = build_model(config, cfg)[0]

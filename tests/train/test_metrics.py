@@ -14,8 +14,9 @@ import torch
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig, parse_args
 from infcl.report.records import read_records
+from infcl.train.diagnostics import PhaseTimer
 from infcl.train.metrics import Console, MetricsWriter, TensorBoardSink, clock
-from infcl.train.profiler import WARM_UP_STEPS, PhaseTimer, StepProfiler, phase_table
+from infcl.train.observers import WARM_UP_STEPS, StepProfiler, phase_table
 from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
 from tests.lib.training import demo_config, fit
@@ -49,6 +50,7 @@ def wandb(monkeypatch):
 
 def writer_in(folder, report_to="none"):
     config = TrainConfig(report_to=report_to, log_every_n_steps=2)
+    (folder / "config.json").write_text(config.to_json())
     return MetricsWriter(RunFolder(folder), config, enabled=True, total_steps=4)
 
 
@@ -156,7 +158,7 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch
     for seen, shown in ((0, (64, 128, 192)), (128, (192, 256)), (64, (128,))):
         sink = TensorBoardSink(tmp_path, seen)
         for samples in shown:
-            sink.log("train", 1, samples, {"loss": float(seen)})
+            sink.log("train", samples, {"loss": float(seen)})
         sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -214,7 +216,7 @@ def test_in_a_terminal_there_is_a_bar_that_brackets_in_messages_do_not_disturb(c
 
 def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
     timer = PhaseTimer(torch.device("cpu"))
-    profiler = StepProfiler(2, tmp_path / "profile", timer, enabled=True)
+    profiler = StepProfiler(2, tmp_path / "profile", on_gpu=False, enabled=True)
     news = []
     for _ in range(WARM_UP_STEPS + 4):
         timer.mark("data")
@@ -232,7 +234,7 @@ def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
 
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
     (tmp_path / "file").write_text("")
-    profiler = StepProfiler(1, tmp_path / "file" / "profile", PhaseTimer(torch.device("cpu")), enabled=True)
+    profiler = StepProfiler(1, tmp_path / "file" / "profile", on_gpu=False, enabled=True)
     steps = [step_done(phases={"data": 1.0}) for _ in range(WARM_UP_STEPS + 1)]
     for step in steps:
         profiler.after_step(step)
@@ -240,7 +242,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
 
 
 def test_a_run_too_short_for_its_profile_reports_it(tmp_path):
-    profiler = StepProfiler(2, tmp_path, PhaseTimer(torch.device("cpu")), enabled=True)
+    profiler = StepProfiler(2, tmp_path, on_gpu=False, enabled=True)
     profiler.after_step(step_done(phases={"data": 1.0}))
     assert "ended after 1 steps" in profiler.close()
     assert phase_table([{"data": 1.0, "loss": 3.0}]).splitlines()[2].split() == ["loss", "3000.00", "75.0%"]

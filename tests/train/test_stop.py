@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from infcl.train import signals
-from infcl.train.signals import StopSignals, lost_its_parent
+from infcl.train import saves
+from infcl.train.saves import StopSignals, lost_its_parent
 from tests.lib.waiting import wait_until
 
 
@@ -27,7 +27,7 @@ def test_the_first_ctrl_c_is_noted_and_one_some_seconds_later_ends_the_process(m
             os.kill(os.getpid(), number)
             sum(range(1000))
         assert signals.received == signal.SIGINT
-        monkeypatch.setattr("infcl.train.signals.AGAIN", 0.0)
+        monkeypatch.setattr("infcl.train.saves.AGAIN", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             sum(range(1000))
@@ -95,10 +95,10 @@ def test_under_nohup_a_closed_terminal_is_nothing():
 
 def test_a_deepspeed_command_that_ended_during_the_start_ends_the_run_after_its_first_step(monkeypatch):
     """Ranks that look for it when training begins found none, and trained on."""
-    monkeypatch.setattr(signals, "deepspeed_launcher", lambda: 123)
-    monkeypatch.setattr(signals, "deepspeed_runner", lambda: None)
+    monkeypatch.setattr(saves, "deepspeed_launcher", lambda: 123)
+    monkeypatch.setattr(saves, "deepspeed_runner", lambda: None)
     for is_lost in (False, True):
-        monkeypatch.setattr(signals, "lost_its_parent", lambda _, is_lost=is_lost: is_lost)
+        monkeypatch.setattr(saves, "lost_its_parent", lambda _, is_lost=is_lost: is_lost)
         assert bool(StopSignals().received) == is_lost
 
 
