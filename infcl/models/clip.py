@@ -179,15 +179,13 @@ class CLIP(TextTower):
 def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None:
     """Set requires_grad: False for all groups except the last `unlocked`."""
     if not 0 <= unlocked <= len(groups):
-        raise ValueError(f"{unlocked} unlocked groups: this tower has {len(groups)}")
+        raise ValueError(
+            f"{unlocked} unlocked groups: this tower has {len(groups)}, embeddings, each block and projection "
+            "(--lock-image-unlocked-groups, --lock-text-unlocked-layers)"
+        )
     for i, group in enumerate(groups):
         for member in group:
             member.requires_grad_(i >= len(groups) - unlocked)
-
-
-def lock_groups(blocks: int) -> int:
-    """Return how many groups a tower of `blocks` blocks can unlock: its blocks, embeddings and projection."""
-    return blocks + 2
 
 
 def frozen_blocks(blocks: int, unlocked: int) -> int:

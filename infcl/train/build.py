@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.checkpoint.run_folder import RunFolder
-from infcl.config import RunSpec, TrainConfig, counted, may_pack, option_of, resolve, settings_of
+from infcl.config import RunSpec, TrainConfig, may_pack, option_of, resolve, settings_of
 from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
@@ -38,7 +38,7 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
-from infcl.models.clip import build_towers, lock_groups
+from infcl.models.clip import build_towers
 from infcl.models.config import CLIPConfig, check_divides, load_any_config
 from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config
 from infcl.models.packing import why_unpackable
@@ -117,16 +117,6 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
     Raises:
         ValueError: model, tokenizer and flags do not match.
     """
-    model_config = _build_model_config(config)
-    check_divides(model_config, config.tensor_parallel_size)
-    _check_unlocked_groups(config, model_config)
-    tokenizer, model_config = _build_tokenizer(config, model_config)
-    _check_vocabulary(config, model_config, tokenizer)
-    return tokenizer, model_config
-
-
-def _build_model_config(config: TrainConfig) -> CLIPConfig | OpenClipConfig:
-    """Return the config of --model with the flags' overrides; ValueError if it does not take them."""
     overrides: dict[str, Any] = {
         name: getattr(config, f"force_{name}") for name in ("image_size", "context_length", "patch_dropout")
     }
@@ -134,14 +124,17 @@ def _build_model_config(config: TrainConfig) -> CLIPConfig | OpenClipConfig:
     flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
     if isinstance(model_config, OpenClipConfig):
-        model_config = model_config.with_fields(preprocess=weights_preprocess(config.pretrained, model_config.source))
-        return model_config.with_fields(preprocess=preprocess)
-    if preprocess:
+        for given in (weights_preprocess(config.pretrained, model_config.source), preprocess):
+            model_config = model_config.with_fields(preprocess=given)
+    elif preprocess:
         raise ValueError(
             f"{', '.join(option_of(f'image_{name}') for name in preprocess)}: our own towers have CLIP's; "
             f"--model open_clip:{config.model} takes others"
         )
-    return model_config
+    check_divides(model_config, config.tensor_parallel_size)
+    tokenizer, model_config = _build_tokenizer(config, model_config)
+    _check_vocabulary(config, model_config, tokenizer)
+    return tokenizer, model_config
 
 
 def _build_tokenizer(
@@ -150,26 +143,21 @@ def _build_tokenizer(
     """Return the tokenizer, if any, and the config of the model whose text tower reads its ids."""
     if config.tokenizer is None:
         return None, model_config
-    text = model_config.text_cfg
+    tokenizer: AnyTokenizer
+    length, repairs = model_config.text_cfg.context_length, False
     if config.tokenizer.startswith(HF_PREFIX):
-        hf = HuggingFaceTokenizer(config.tokenizer, text.context_length, model_config.to_dict()["text_cfg"])
-        return hf, _adapted(hf, model_config)
-    if config.tokenizer.startswith(PREFIX):
-        clip = open_clip_tokenizer(config.tokenizer, context_length=text.context_length)
-        return clip, _adapted(clip, model_config) if isinstance(clip, HuggingFaceTokenizer) else model_config
-    repairs = _repairs_captions(config)
-    tokenizer = Tokenizer(config.tokenizer, context_length=text.context_length, repairs=repairs)
-    return tokenizer, _adapted(tokenizer, model_config, repairs=repairs)
-
-
-def _adapted(
-    tokenizer: AnyTokenizer, model_config: CLIPConfig | OpenClipConfig, *, repairs: bool = False
-) -> CLIPConfig | OpenClipConfig:
-    """Return the config of a model whose text tower reads this tokenizer's ids."""
+        tokenizer = HuggingFaceTokenizer(config.tokenizer, length, model_config.to_dict()["text_cfg"])
+    elif config.tokenizer.startswith(PREFIX):
+        tokenizer = open_clip_tokenizer(config.tokenizer, context_length=length)
+        if isinstance(tokenizer, OpenClipTokenizer):
+            return tokenizer, model_config
+    else:
+        repairs = _repairs_captions(config)
+        tokenizer = Tokenizer(config.tokenizer, context_length=length, repairs=repairs)
     if isinstance(model_config, OpenClipConfig) and isinstance(tokenizer, HuggingFaceTokenizer):
         fields: dict[str, Any] = {"hf_tokenizer_name": tokenizer.name, "pad_id": tokenizer.pad_id}
-        return model_config.with_fields(text_cfg=fields)
-    return model_config.with_tokenizer(**ids_of(tokenizer), repairs=repairs)
+        return tokenizer, model_config.with_fields(text_cfg=fields)
+    return tokenizer, model_config.with_tokenizer(**ids_of(tokenizer), repairs=repairs)
 
 
 def _check_vocabulary(
@@ -177,14 +165,13 @@ def _check_vocabulary(
 ) -> None:
     """Raise ValueError if the text tower has fewer embeddings than there are ids, or a BPE model other ids."""
     text = model_config.text_cfg
-    given = f"--tokenizer {config.tokenizer}" if tokenizer is not None else f"--dataset-type {config.dataset_type}"
-    ids = tokenizer.vocab_size if tokenizer is not None else text.vocab_size
     tower, embeddings = "text tower", text.vocab_size
     if isinstance(text, TextInput) and text.hf_model_name:
         tower = f"text tower {text.hf_model_name}"
         embeddings = hugging_face_config(text.hf_model_name, config.model).get_text_config().vocab_size
-    fits = ids == embeddings if isinstance(tokenizer, OpenClipTokenizer) else ids <= embeddings
-    if not fits:
+    ids = text.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if ids > embeddings or (isinstance(tokenizer, OpenClipTokenizer) and ids != embeddings):
+        given = f"--tokenizer {config.tokenizer}" if tokenizer is not None else f"--dataset-type {config.dataset_type}"
         raise ValueError(
             f"{given} has {ids} ids, the {tower} of --model {config.model} has {embeddings} embeddings: use the "
             "tokenizer that belongs to the model, or set text_cfg.vocab_size in its config"
@@ -201,21 +188,6 @@ def _repairs_captions(config: TrainConfig) -> bool:
     return not file.is_file() or load_any_config(file).text_cfg.repairs_captions
 
 
-def _check_unlocked_groups(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> None:
-    """Raise ValueError if the flags leave more groups of a locked tower trainable than it has."""
-    if isinstance(model_config, OpenClipConfig):
-        return  # open_clip checks the groups of its towers
-    for part, layers, flag in (
-        ("image", model_config.vision_cfg.layers, "lock_image_unlocked_groups"),
-        ("text", model_config.text_cfg.layers, "lock_text_unlocked_layers"),
-    ):
-        if (asked := getattr(config, flag)) > lock_groups(layers):
-            raise ValueError(
-                f"{option_of(flag)} {asked}: the {part} tower of {config.model} has {lock_groups(layers)} groups: "
-                f"embeddings, {counted(layers, 'block')}, projection. To train them all leave out --lock-{part}"
-            )
-
-
 def build_model(
     config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
 ) -> tuple[Towers, list[str]]:
@@ -224,9 +196,7 @@ def build_model(
     SigLIP's loss starts at scale 10 and bias -10 (Zhai et al. 2023). For the other losses our towers have no bias: a
     softmax cancels it, so it would have no gradient.
 
-    With `parallel`, each block moves to the rank's device as soon as it is built, and only this tensor-parallel rank's
-    part of it. So the host never holds a full model per rank. Only a model that loads pretrained weights is cut
-    afterwards. The initial weights do not depend on this: the CPU draws them in the same order.
+    With `parallel`, the blocks move to the rank's device as they are built (see _placed_blocks).
 
     Returns:
         The model, and a line for each loaded set of weights: which, from where.
@@ -259,9 +229,10 @@ def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipCon
 
 @contextlib.contextmanager
 def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
-    """Cut and move each residual block when its tower registers it, before the next one is built.
+    """Cut and move each residual block when its tower registers it, so that the host never holds a full model per rank.
 
-    With `cut` False, weights are loaded before the model is split: under tensor parallelism it stays on the host.
+    With `cut` False, weights are loaded before the model is split: under tensor parallelism it stays on the host. The
+    initial weights do not depend on this: the CPU draws them in the same order.
     """
     if parallel is None:
         yield
@@ -354,10 +325,7 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
 
 
 def _require_same_data(loader: TrainLoader) -> None:
-    """Raise ValueError on all ranks if one has other data than rank 0, and so another order of samples. Collective.
-
-    A node's own copy of the shards may differ, and --max-missing-shards lets a rank continue without missing ones.
-    """
+    """Raise ValueError on all ranks if one has other data (missing shards, its own copy) than rank 0. Collective."""
     own = socket.gethostname(), {"samples": loader.num_samples} | loader.state_dict()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -366,7 +334,7 @@ def _require_same_data(loader: TrainLoader) -> None:
         if different := [f"{k} {v!r} there, {first[k]!r} here" for k, v in theirs.items() if v != first[k]]:
             raise ValueError(
                 f"rank {rank} on {host} has found other data than rank 0 on {first_host}: {'; '.join(different)}. "
-                "All hosts need the same shards or tables, and the same tokenizer"
+                "All nodes need the same shards or tables, and the same tokenizer"
             )
 
 

@@ -162,12 +162,8 @@ def model_flops(
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of a GPU by its name; None for unknown devices and for fp32 (no tensor cores)."""
-    if precision == "fp32":
-        return None
-    for name, flops in PEAK_BF16_FLOPS.items():
-        if re.search(rf"\b{name}\b", device_name):
-            return flops
-    return None
+    known = (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name))
+    return None if precision == "fp32" else next(known, None)
 
 
 def utilisation(
@@ -178,8 +174,6 @@ def utilisation(
     That returns None if the device's peak is unknown.
     """
     peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-
-    def mfu(pairs_per_second: float, text_share: float = 1.0) -> float | None:
-        return None if peak is None else model_flops(cfg, trained, text_share) * pairs_per_second / peak
-
-    return mfu
+    if peak is None:
+        return lambda *_: None
+    return lambda rate, text_share: model_flops(cfg, trained, text_share) * rate / peak

@@ -56,7 +56,7 @@ def run(program: str, build: Callable[[], Trainer | NothingToTrain], *, debug: b
     """
     rank = read_environment()[0]
     try:
-        built = build()
+        trainer = build()
     except ValueError as error:
         if debug:
             raise
@@ -64,15 +64,11 @@ def run(program: str, build: Callable[[], Trainer | NothingToTrain], *, debug: b
     except KeyboardInterrupt:
         _say(rank, "interrupted before the first step")
         return INTERRUPTED
-    if isinstance(built, NothingToTrain):
-        _say(rank, built.text)
-        destroy_parallel(built.parallel)
-        return 0
-    return _fit(program, built, rank)
-
-
-def _fit(program: str, trainer: Trainer, rank: int) -> int:
     code, parallel = 0, trainer.parallel
+    if isinstance(trainer, NothingToTrain):
+        _say(rank, trainer.text)
+        destroy_parallel(parallel)
+        return 0
     try:
         _say(rank, summary_table(trainer.fit()))
     except Stopped as stop:
