@@ -112,9 +112,8 @@ def cached_step(
             loss uses the master values; gradients flow through the copies.
         on_phase: called with "encode", "loss" and "replay" when that phase begins.
         resident: R, the number of micro-batches that keep their graphs from pass 1; M or more means all.
-        encode_again: (micro-batch, kept, first) -> Features, replaces `encode` in pass 2 to skip frozen parts. `kept`
-            has the "..._trunk" outputs of pass 1, [b, ...] or [t b, ...]. `first` is the micro-batch's first row in
-            the first features that `encode` returns (images). Features without a gradient may be missing.
+        encode_again: (micro-batch, kept) -> Features, replaces `encode` in pass 2 to skip frozen parts. `kept` has the
+            micro-batch's "..._trunk" outputs of pass 1. Features without a gradient may be missing.
 
     Returns:
         Loss, scalars, finite rows and replay order.
@@ -134,8 +133,9 @@ def cached_step(
     outputs += graphs
 
     on_phase("loss")
-    kept = {name: _joined(outputs, name) for name in outputs[-1] if name.endswith("_trunk")}
-    sides = [name for name, value in outputs[-1].items() if value.ndim > 1 and name not in kept]
+    trunks = [name for name in outputs[-1] if name.endswith("_trunk")]
+    kept = [{name: output[name] for name in trunks} for output in outputs[:num_cached]]
+    sides = [name for name, value in outputs[-1].items() if value.ndim > 1 and name not in trunks]
     scalars = {name: value.detach() for name, value in outputs[-1].items() if value.ndim <= 1}
     if scalar_values is not None:
         scalars = scalar_values(scalars)
@@ -155,7 +155,7 @@ def cached_step(
         elif encode_again is None:
             output = encode_at(index)
         else:
-            output = encode_at(index, partial(encode_again, kept=kept, first=sum(sizes[sides[0]][:index])))
+            output = encode_at(index, partial(encode_again, kept=kept[index]))
         surrogate: Any = sum((output[name] * rows[name][index]).sum() for name in sides if name in output)
         surrogate = surrogate + sum((output[name] * (grad / num_micro_batches)).sum() for name, grad in grads.items())
         del output

@@ -23,7 +23,7 @@ from infcl.engine.engine import Engine
 from infcl.engine.parameter_groups import later_host_bytes
 from infcl.engine.schedule import Schedule
 from infcl.models.attention import towers_with_kernel
-from infcl.models.packing import num_texts, texts_for_model
+from infcl.models.packing import texts_for_model
 from infcl.parallel import (
     Parallel,
     describe_ranks,
@@ -325,22 +325,13 @@ class Trainer:
         return self.engine.encode(**micro_batch)
 
     def _encode_again(
-        self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], first: int
+        self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Encode with the towers that have gradients, from the frozen trunks' outputs where pass 1 kept them."""
         frozen, others = self.engine.module.frozen, dict(micro_batch)
         images, texts = others.pop("images"), others.pop("texts")
-        each, count = self.config.texts_per_image, num_texts(micro_batch)
-        rows = {
-            "image_trunk": slice(first, first + count // each),
-            "text_trunk": slice(first * each, first * each + count),
-        }
-        return self.engine.encode(
-            images=None if frozen["image"] or "image_trunk" in kept else images,
-            texts=None if frozen["text"] else texts,
-            **others,
-            **{name: trunk[rows[name]] for name, trunk in kept.items()},
-        )
+        images = None if frozen["image"] or "image_trunk" in kept else images
+        return self.engine.encode(images, None if frozen["text"] else texts, **others, **kept)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.engine.backward(surrogate, is_last)

@@ -36,12 +36,9 @@ def trainer_like(model):
         block = owner.transformer.resblocks[0]
         block.register_forward_hook(lambda *_, side=side: calls.__setitem__(side, calls[side] + 1))
 
-    def encode_again(batch, kept, first):
-        rows = slice(first, first + len(batch[1]))
+    def encode_again(batch, kept):
         images = None if model.frozen["image"] or "image_trunk" in kept else batch[0]
-        return model(
-            images, None if model.frozen["text"] else batch[1], **{name: trunk[rows] for name, trunk in kept.items()}
-        )
+        return model(images, None if model.frozen["text"] else batch[1], **kept)
 
     return lambda batch: model(*batch), encode_again, calls
 

@@ -40,12 +40,9 @@ def test_the_sample_has_the_losses_and_the_accuracy_of_its_rows():
     columns = [list(column) for column in zip(*logits)]
     expected = [loss(logits), loss(columns), (accuracy(logits) + accuracy(columns)) / 2]
     assert micro_batch_metrics(images, texts, scale).tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_accuracy_is_one_for_distinct_pairs_and_zero_for_a_collapsed_model():
-    distinct, same = torch.eye(6), torch.ones(6, 6) / math.sqrt(6)
-    assert micro_batch_metrics(distinct, distinct, torch.tensor(10.0))[2] == 1
-    assert micro_batch_metrics(same, same, torch.tensor(10.0))[2] == 0
+    assert micro_batch_metrics(torch.eye(6), torch.eye(6), scale)[2] == 1
+    collapsed = torch.ones(6, 6) / math.sqrt(6)
+    assert micro_batch_metrics(collapsed, collapsed, scale)[2] == 0
 
 
 def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():
@@ -57,29 +54,17 @@ def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():
     assert not sampled.values.requires_grad
 
 
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
-def test_tower_norms_are_the_same_in_every_stage_and_add_up(demo_folder, tmp_path, preset):
-    """One rank without sharding is the reference; in addition to the towers there is only logit_scale."""
-    flags = {"steps": 2, "batch_size": 16, "deepspeed_config": f"ds_configs/{preset}.json"}
-    run_ranks(fit, 2, demo_config(demo_folder, tmp_path / "two", **flags))
-    alone = {"steps": 2, "deepspeed_config": "ds_configs/zero0.json"}
-    run_ranks(fit, 1, demo_config(demo_folder, tmp_path / "one", **alone))
-    two = read_metrics(tmp_path / "two" / "run" / "metrics.jsonl", "train")
-    one = read_metrics(tmp_path / "one" / "run" / "metrics.jsonl", "train")
-    for ours, reference in zip(two, one, strict=True):
-        for name in ("grad_norm_image", "grad_norm_text", "grad_norm"):
-            assert ours[name] == pytest.approx(reference[name], rel=1e-3), name
-        towers = math.hypot(ours["grad_norm_image"], ours["grad_norm_text"])
-        assert 0.95 * ours["grad_norm"] < towers <= ours["grad_norm"] * 1.0001
-
-
 def norms_of_the_towers(engine) -> list[float]:
     return engine.tower_grad_norms().tolist()
 
 
 @pytest.mark.parametrize(
     ("preset", "precision", "within"),
-    [("zero0", "fp32", 1e-4), ("zero1", "bf16", 2e-2), ("zero2", "bf16", 2e-2), ("zero3", "bf16", 2e-2)],
+    [
+        *((f"zero{stage}", "fp32", 1e-4) for stage in (0, 1, 2, 3)),
+        *((f"zero{stage}", "bf16", 2e-2) for stage in (1, 2, 3)),
+        ("zero3_offload", "fp32", 1e-4),
+    ],
 )
 def test_a_tower_s_norm_is_that_of_its_own_gradients(preset, precision, within):
     """bf16 gradients are kept in other buffers; the reference is one process, in float32, without an engine."""
@@ -102,17 +87,11 @@ def test_what_a_step_logs(demo_folder, tmp_path):
     assert set(wanted.split()) | set(SampledLoss.names) <= set(record)
     assert {f"seconds_{phase}" for phase in ("data", "encode", "loss", "replay", "step")} <= set(record)
     assert "mfu" not in record  # no peak of a CPU is known
+    towers = math.hypot(record["grad_norm_image"], record["grad_norm_text"])
+    assert 0.95 * record["grad_norm"] < towers <= record["grad_norm"] * 1.0001  # there is logit_scale too
     assert 0 <= record["data_wait"] <= 1 and record["skipped_samples"] == 0
     directions = (record["micro_loss_image_to_text"] + record["micro_loss_text_to_image"]) / 2
     assert directions == pytest.approx(math.log(16), rel=0.3) and record["loss"] > directions
-
-
-def test_mfu_counts_forward_once_and_backward_of_what_is_trained():
-    cfg = load_model_config("ViT-B-16")
-    forward = forward_flops(cfg)
-    assert model_flops(cfg) == 3 * (forward["image"] + forward["text"])
-    assert model_flops(cfg, {"image": 0.0, "text": 1.0}) == forward["image"] + 3 * forward["text"]
-    assert utilisation(cfg, torch.device("cpu"), "amp_bf16")(1e6) is None
 
 
 @pytest.mark.parametrize(
@@ -138,21 +117,11 @@ def test_flops_of_locked_towers_are_of_what_is_trained(locks, shares, mfu, hfu):
     assert model_flops(cfg, found) == pytest.approx(sum(a * b for a, b in zip(flops, mfu)))
     executed = executed_flops(model, cfg, again=1.0, checkpointing=False)
     assert executed == pytest.approx(sum(a * b for a, b in zip(flops, hfu)))
+    assert utilisation(cfg, torch.device("cpu"), "amp_bf16")(1e6, 1.0) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "flops"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("Some other device", None),
-    ],
-)
-def test_peaks_by_device_name(name, flops):
-    assert peak_flops(name, "amp_bf16") == flops
-    assert peak_flops(name, "fp32") is None
+def test_peaks_by_device_name():
+    known = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12}
+    known |= {"NVIDIA A10": 125e12, "NVIDIA L40S": 362e12, "NVIDIA GeForce RTX 4090": 165e12, "Other": None}
+    assert {name: peak_flops(name, "amp_bf16") for name in known} == known
+    assert peak_flops("NVIDIA H200", "fp32") is None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from infcl.config import TrainConfig, parse_args
+from infcl.config import TrainConfig
 from infcl.report.records import read_metrics
 from tests.lib.ranks import run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
@@ -55,24 +55,3 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, cas
         curves.append([record[name] for record in records for name in names])
         assert ("duplicate_share" in records[0]) == (config.duplicates != "negative")
     assert len(curves[0]) >= 8 and all(curve == pytest.approx(curves[0], rel=1e-3) for curve in curves[1:])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--duplicates-by", "pixels"], "--duplicates-by pixels is none of image, caption and key:NAME"),
-        (["--duplicates", "mask", "--loss", "disco"], "--duplicates mask is for --loss inf_cl and siglip, not disco"),
-        (["--captions-per-image", "2", "--loss", "siglip"], "--captions-per-image 2 and --negatives-key are for"),
-        (["--captions-per-image", "2", "--duplicates", "mask"], "captions of one image its positives, which"),
-        (["--captions-per-image", "0"], "--captions-per-image 0 must be greater than 0"),
-    ],
-)
-def test_flags_that_contradict_each_other_are_rejected(flags, message):
-    with pytest.raises(ValueError, match=message):
-        parse_args(["--train-data", "a/{0..3}.tar", "--tokenizer", __file__, *flags])
-
-
-def test_synthetic_data_has_no_ids_or_captions_to_choose_from():
-    synthetic = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
-    with pytest.raises(ValueError, match="--dataset-type synthetic has no data for --duplicates, --negatives-key"):
-        parse_args([*synthetic, "--duplicates", "mask", "--negatives-key", "hard"])
