@@ -35,34 +35,27 @@ def test_the_first_ctrl_c_is_noted_and_one_some_seconds_later_ends_the_process(m
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_request_to_end_is_noted_only(number):
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with StopSignals() as signals:
-        os.kill(os.getpid(), number)
-        sum(range(1000))
-        assert signals.received == number
-    assert signal.signal(signal.SIGHUP, before) is signal.SIG_DFL
+def test_a_request_to_end_is_noted_only_and_a_closed_terminal_is_nothing_under_nohup(number):
+    before = signal.getsignal(signal.SIGHUP)
+    for of_sighup in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.signal(signal.SIGHUP, of_sighup)
+        with StopSignals() as signals:
+            os.kill(os.getpid(), number)
+            sum(range(1000))
+            assert signals.received == (0 if (number, of_sighup) == (signal.SIGHUP, signal.SIG_IGN) else number)
+        assert signal.signal(signal.SIGHUP, before) is of_sighup
 
 
-def test_after_the_loop_sigusr1_ends_the_process_again_though_its_start_took_note_of_it():
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        with StopSignals([]):
-            pass
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_callers_own_handlers_are_there_again_after_the_loop():
+@pytest.mark.parametrize("noted_at_start", [False, True])
+def test_after_the_loop_a_caller_has_its_handlers_and_sigusr1_ends_the_process_if_the_start_took_note(noted_at_start):
     def own(*_):
         pass
 
     before = signal.signal(signal.SIGUSR1, own)
     try:
-        with StopSignals():
+        with StopSignals([] if noted_at_start else None):
             assert signal.getsignal(signal.SIGUSR1) is not own
-        assert signal.getsignal(signal.SIGUSR1) is own
+        assert signal.getsignal(signal.SIGUSR1) is (signal.SIG_DFL if noted_at_start else own)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -82,15 +75,6 @@ def test_a_signal_after_the_last_check_has_its_usual_effect_after_the_loop():
         assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_under_nohup_a_closed_terminal_is_nothing():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGHUP)
-        sum(range(1000))
-        assert signals.received == 0
-    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
 
 
 def test_a_deepspeed_command_that_ended_during_the_start_ends_the_run_after_its_first_step(monkeypatch):
