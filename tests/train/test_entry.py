@@ -1,6 +1,5 @@
 """pretrain_clip.py as a user starts it: through the deepspeed launcher, and alone; exit codes and what is printed."""
 
-import functools
 import io
 import json
 import os
@@ -55,14 +54,7 @@ def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(d
     first = launch(arguments, 2)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "FutureWarning" not in first.stderr
-    for shown in (
-        "zero-shot top-1",
-        "image->text recall@1",
-        "peak memory",
-        "run folder",
-        "loss curve",
-        "exported model",
-    ):
+    for shown in ("zero-shot top-1", "image->text recall@1", "peak memory", "loss curve", "exported model"):
         assert shown in first.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["zero_stage"], summary["world_size"], summary["samples_seen"]) == (3, 2, 3 * 64)
@@ -72,33 +64,21 @@ def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(d
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_a_usage_error_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path):
-    result = forked(command(demo_folder, tmp_path, "--batch-size", "4096", "--device", "cpu"), 2)
-    printed = result.stdout + result.stderr
-    assert result.returncode == 2, printed
-    assert printed.count("pretrain_clip.py: error:") == 1
-    assert "1536 usable samples, fewer than one global batch of 16384" in printed
-    assert "Traceback" not in printed
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "message", "ranks"),
     [
-        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--device", "cuda"], "--device cuda: no GPU is visible"),
-        (
-            ["--dataset-type", "streaming", "--train-num-samples", "512", "--workers", "99"],
-            "8 shards cannot feed 1 rank x 99",
-        ),
-        (["--force-image-size", "30"], "image_size 30 is not a multiple of patch_size 8"),
+        (["--batch-size", "4096", "--device", "cpu"], "1536 usable samples, fewer than one global batch of 16384", 2),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag", 1),
+        (["--device", "cuda"], "--device cuda: no GPU is visible", None),  # GPUs cannot be hidden from a fork
+        (["--force-image-size", "30"], "image_size 30 is not a multiple of patch_size 8", 1),
     ],
 )
-def test_without_a_launcher_a_usage_error_is_rejected_the_same_way(demo_folder, tmp_path, flags, message):
-    start = alone if "cuda" in flags else functools.partial(forked, ranks=1)  # GPUs cannot be hidden from a fork
-    result = start(command(demo_folder, tmp_path, *flags))
-    assert result.returncode == 2
-    assert result.stderr.count("error:") == 1 and message in result.stderr and "Traceback" not in result.stderr
+def test_a_usage_error_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path, flags, message, ranks):
+    arguments = command(demo_folder, tmp_path, *flags)
+    result = alone(arguments) if ranks is None else forked(arguments, ranks)
+    printed = result.stdout + result.stderr
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in printed, printed
+    assert printed.count("pretrain_clip.py: error:") == 1 and not (tmp_path / "run").exists()
 
 
 def test_too_many_bad_samples_end_all_ranks_with_a_checkpoint_and_one_message(demo_folder, tmp_path):

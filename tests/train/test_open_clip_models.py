@@ -12,7 +12,6 @@ import torch.distributed as dist
 from infcl.config import TrainConfig
 from infcl.config.command_line import parse_args
 from infcl.convert.export import load_exported
-from infcl.convert.import_weights import read_tag
 from infcl.data.tokenizer.open_clip import HuggingFaceTokenizer, OpenClipTokenizer
 from infcl.evaluate.load import load_model
 from infcl.integrations.open_clip import main as run_open_clip_train
@@ -211,8 +210,7 @@ def fit_from_a_tag(rank, world_size, config: TrainConfig, folder):
         return fit(rank, world_size, config)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(stage, models, demo_folder, tmp_path):
+def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(models, demo_folder, tmp_path):
     import open_clip
 
     folder = tmp_path / "open_clip"
@@ -225,7 +223,7 @@ def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(stage, models,
     torch.save(given, folder / "resnet.pt")
     config = demo_config(
         demo_folder, tmp_path, model="open_clip:resnet", pretrained="open_clip:mine", lock_image=True, steps=2,
-        batch_size=8, deepspeed_config=f"ds_configs/zero{stage}.json",
+        batch_size=8, deepspeed_config="ds_configs/zero3.json",
     )  # fmt: skip
     run_ranks(fit_from_a_tag, 2, config, folder, timeout=200)
     model, cfg = load_exported(tmp_path / "run" / "export")
@@ -248,15 +246,14 @@ def first_norm(rank, world_size, config: TrainConfig):
     return norm.running_mean, torch.cat(everyone), norm.momentum, int(norm.num_batches_tracked)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_running_statistics_move_once_per_step_with_checkpointing(stage, demo_folder, tmp_path):
+def test_running_statistics_move_once_per_step_with_checkpointing(demo_folder, tmp_path):
     import_open_clip()
     vision = {"image_size": 64, "timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear"}
     model = tmp_path / "model.json"
     model.write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": CLIP_TEXT}))
     config = demo_config(
         demo_folder, tmp_path, model=f"open_clip:{model}", batch_size=8, accum_freq=3, steps=1,
-        deepspeed_config=f"ds_configs/zero{stage}.json", grad_checkpointing=True,
+        deepspeed_config="ds_configs/zero3.json", grad_checkpointing=True,
     )  # fmt: skip
     running, means, momentum, count = run_ranks(first_norm, 2, config, timeout=200)[0]
     assert len(means) == 6 and (momentum, count) == (0.1, 1)
@@ -272,7 +269,6 @@ def _with(family, **changes):
 
 
 NO_PROJECTION = {"custom_text": True, "text_cfg": {"width": 48, "proj_type": "none"}}
-NO_POOLING = {"timm_pool": "", "timm_proj": "none"}
 BERT = {"hf_model_name": "{folder}/bert", "vocab_size": 100}
 MORE_IDS = BERT | {"vocab_size": 200}
 OTHER = "{folder}/other.pt"
@@ -280,25 +276,15 @@ ERRORS = {  # config or name, flags, what the error has
     "name": ("no-such-model", (), "open_clip:no-such-model: not a file, and not a model that is built into open_clip"),
     "timm name": (_with("siglip", vision_cfg={"timm_model_name": "vit_no"}), (), "image tower cannot be built"),
     "hf name": (_with("hf", text_cfg={"hf_model_name": "none"}), (), "text tower none cannot be loaded"),
-    "image key": (_with("vit", vision_cfg={"no": 1}), (), "image tower cannot be built: TypeError"),
     "text heads": (_with("vit", text_cfg={"heads": 5}), (), "text tower cannot be built: .*divisible"),
-    "model key": (_with("vit", no=1), (), "model cannot be built: .*'no'"),
-    "no object": (_with("vit", text_cfg=None), (), "text_cfg of the text tower must be a JSON object, not None"),
-    "no number": (_with("vit", embed_dim="32"), (), "embed_dim of the model must be a positive integer, not '32'"),
-    "image width": (_with("siglip", embed_dim=32), (), r"image tower gives \[2, 64\] .* needs \[2, 32\]"),
     "text width": (_with("vit", **NO_PROJECTION), (), r"text tower gives \[2, 48\] .* needs \[2, 32\]"),
-    "no vector": (_with("convnext", vision_cfg=NO_POOLING), (), r"image tower gives \[2, 64, 2, 2\]"),
     "image size": (_with("siglip"), ("--force-image-size", "31"), r"image tower cannot encode \[2, 3, 31, 31\]"),
-    "context": (_with("hf", text_cfg=BERT), ("--force-context-length", "40"), r"text tower cannot encode \[2, 40\]"),
-    "image lock": (_with("vit"), ("--lock-image", "--lock-image-unlocked-groups", "9"), "image tower with 9 unlocked"),
     "resnet lock": (_with("resnet"), ("--lock-image", "--lock-image-unlocked-groups", "1"), "image tower .*partial"),
-    "text lock": (_with("vit"), ("--lock-text", "--lock-text-unlocked-layers", "9"), "text tower with 9 unlocked"),
     "preprocessing": ({"model_cfg": _with("vit"), "preprocess_cfg": {"mean": 0.5}}, (), "preprocessing: .*mean 0.5"),
     "vocabulary": (_with("vit"), ("--tokenizer", "open_clip:ViT-B-32"), "49408 ids, the text tower .* 512 embeddings"),
     "hf vocabulary": (_with("hf", text_cfg=MORE_IDS), (), "200 ids, the text tower .*/bert .* has 128 embeddings"),
     "padding": (_with("hf", text_cfg=BERT), ("--tokenizer", "hf:{folder}/pads"), "pads with 5, .*/bert masks 0"),
     "tokenizer": (_with("vit"), ("--tokenizer", "hf:none"), "--tokenizer hf:none is not a name on the hub or a folder"),
-    "weights": (_with("vit"), ("--pretrained", OTHER), "other.pt does not fit the model of --model open_clip:"),
     "image weights": (_with("vit"), ("--pretrained-image", OTHER), "does not fit the image tower of --model"),
     "tag": (_with("vit"), ("--pretrained", "open_clip:openai"), "no weights of that name for --model .*it has none"),
 }  # fmt: skip
@@ -339,9 +325,7 @@ def test_an_open_clip_that_cannot_be_imported_is_one_error(source, message, tmp_
     monkeypatch.delitem(sys.modules, "open_clip")
     for needed_by, call in (
         ("--model open_clip:ViT-B-32", lambda: build_towers(cfg)),
-        ("--pretrained open_clip:openai", lambda: read_tag("open_clip:openai", "ViT-B-32")),
         ("--tokenizer open_clip:ViT-B-32", lambda: OpenClipTokenizer("open_clip:ViT-B-32")),
-        ("--tokenizer hf:bert", lambda: HuggingFaceTokenizer("hf:bert")),
     ):
         with pytest.raises(ValueError, match=f"{needed_by} needs open_clip.*{message}"):
             call()

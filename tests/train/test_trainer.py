@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 
 from infcl.checkpoint.load import consolidated_state_dict
-from infcl.checkpoint.run_folder import RunFolder
 from infcl.convert.export import load_exported
 from infcl.report import read_metrics
 from infcl.report.records import read_records
@@ -106,7 +105,9 @@ def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
 
 
 @pytest.mark.parametrize(("unlocked", "presets"), [(0, ["zero0", "zero3"]), (1, ["zero1"]), (2, ["zero0", "zero3"])])
-def test_a_locked_tower_trains_the_same_way_in_every_stage(demo_folder, tmp_path, unlocked, presets):
+def test_a_locked_tower_trains_the_same_way_in_every_stage_and_resumes_in_another(
+    demo_folder, tmp_path, unlocked, presets
+):
     """What is frozen is encoded once and kept; with one micro-batch nothing is."""
     flags = {"steps": 4, "lock_image": True, "lock_image_unlocked_groups": unlocked, "force_patch_dropout": 0.5}
     uncached = run_losses(2, demo_config(demo_folder, tmp_path / "uncached", batch_size=32, accum_freq=1, **flags))
@@ -117,6 +118,10 @@ def test_a_locked_tower_trains_the_same_way_in_every_stage(demo_folder, tmp_path
         with safe_open(newest_state(tmp_path / preset), framework="pt") as file:
             with_state = {key.split("/", 1)[1] for key in file.keys() if key.startswith("exp_avg/")}
         assert with_state and not any(name.startswith("visual.transformer.resblocks.0.") for name in with_state)
+    stopped = dataclasses.replace(config, name="stopped", save_every_n_steps=2)
+    run_ranks(fit, 2, stopped, 3)
+    resumed = dataclasses.replace(stopped, deepspeed_config="ds_configs/zero2.json", resume="latest")
+    assert run_losses(2, resumed) == pytest.approx(uncached, rel=1e-5)
 
 
 def test_both_towers_locked_train_the_groups_of_one_that_are_not(demo_folder, tmp_path):
@@ -135,16 +140,6 @@ def test_both_towers_locked_train_the_groups_of_one_that_are_not(demo_folder, tm
     assert trained == {"text_projection", "logit_scale", *(f"ln_final.{n}" for n in ("weight", "bias"))} | {
         name for name in model.state_dict() if name.startswith("transformer.resblocks.")
     }
-
-
-def test_a_run_with_a_locked_tower_resumes_in_another_stage(demo_folder, tmp_path):
-    flags = {"batch_size": 16, "steps": 4, "lock_image": True, "save_every_n_steps": 2}
-    flags["deepspeed_config"] = "ds_configs/zero3.json"
-    whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
-    stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
-    run_ranks(fit, 2, stopped, 3)
-    resumed = dataclasses.replace(stopped, deepspeed_config="ds_configs/zero1.json", resume="latest")
-    assert run_losses(2, resumed) == pytest.approx(whole, rel=1e-5)
 
 
 def newest_state(logs) -> Path:
@@ -178,23 +173,6 @@ def test_what_a_finished_run_leaves(demo_folder, tmp_path):
     exported = model.state_dict()
     assert set(trained) == set(exported)
     assert all(torch.equal(trained[name].reshape(-1), exported[name].reshape(-1)) for name in trained)
-
-
-def broken_evaluation(rank, world_size, config):
-    """The checkpoints that a run leaves whose first evaluation fails."""
-    from infcl.train.trainer import Trainer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_run_task", lambda trainer, name: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            fit(rank, world_size, config)
-    return sorted(path.name for path in (Path(config.logs) / config.name / "checkpoints").glob("step_*"))
-
-
-def test_the_epoch_before_an_evaluation_that_fails_is_saved(demo_folder, tmp_path):
-    flags = {"train_num_samples": 32, "batch_size": 8, "steps": 6, "save_frequency": 1}
-    config = demo_config(demo_folder, tmp_path, val_data=str(demo_folder / "val"), **flags)
-    assert run_ranks(broken_evaluation, 2, config)[0] == ["step_00000001"]
 
 
 def fit_with_lost_saves(rank, world_size, config, lost):
@@ -244,40 +222,36 @@ def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_p
     assert (tmp_path / "run" / "summary.json").is_file() == (step == steps) == (ended == "")
 
 
-def broken_export(rank, world_size, config):
+def failed_export(rank, world_size, config, fault):
     """What a rank hears when rank 0 cannot export."""
 
     def export_model(*arguments, **options):
-        assert rank == 0
         raise KeyError("logit_scale")
 
+    def full_weights(*arguments, **options):
+        return {"logit_scale": torch.ones(1), "visual.proj": torch.tensor([1.0, torch.nan])} if rank == 0 else {}
+
+    faults = {"export": ("results.export_model", export_model), "diverged": ("trainer.full_weights", full_weights)}
+    name, broken = faults[fault]
     with pytest.MonkeyPatch.context() as patch:  # this process runs other tests too
-        patch.setattr("infcl.train.results.export_model", export_model)
+        patch.setattr(f"infcl.train.{name}", broken)
         with pytest.raises(RuntimeError) as failure:
             fit(rank, world_size, config)
     return str(failure.value)
 
 
-def test_a_failure_to_export_ends_every_rank_and_reports_what_it_was(demo_folder, tmp_path):
-    messages = run_ranks(broken_export, 2, demo_config(demo_folder, tmp_path, steps=1, warmup=0, batch_size=4))
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("export", "KeyError: 'logit_scale'"),
+        ("diverged", "training has diverged: 1 weights are not finite, visual.proj first"),
+    ],
+)
+def test_a_failure_to_export_ends_every_rank_and_reports_what_it_was(demo_folder, tmp_path, fault, cause):
+    messages = run_ranks(failed_export, 2, demo_config(demo_folder, tmp_path, steps=1, warmup=0, batch_size=4), fault)
     assert messages[0] == messages[1] and "could not be written" in messages[0], messages
-    assert "KeyError: 'logit_scale'" in messages[0] and "step_00000001" in messages[0]
-
-
-def diverged_results(rank, world_size, folder):
-    from infcl.parallel import init_parallel
-    from infcl.train.results import write_results
-
-    weights = {"logit_scale": torch.ones(1), "visual.proj": torch.tensor([1.0, torch.nan])} if rank == 0 else {}
-    with pytest.raises(RuntimeError) as failure:
-        write_results(RunFolder(folder), init_parallel("cpu"), weights, None, {"paths": {"checkpoint": None}})
-    return str(failure.value)
-
-
-def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
-    messages = run_ranks(diverged_results, 2, tmp_path)
-    assert "training has diverged: 1 weights are not finite, visual.proj first" in messages[0]
-    assert messages[0] == messages[1] and not list(tmp_path.iterdir())
+    assert cause in messages[0] and "step_00000001" in messages[0]
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_a_rejected_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
@@ -301,7 +275,6 @@ def test_a_resume_into_epochs_of_another_length_is_rejected(demo_folder, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_data": "/no/such/{0..3}.tar"}, "/no/such/"),
         ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
         ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer (there is no such folder)"),
         ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
