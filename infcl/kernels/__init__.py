@@ -6,13 +6,13 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infcl.kernels import torch_tile
+from infcl.kernels.torch_tile import Blocks, Gradients
 
 TILES = ("auto", "torch", "triton")
 TILE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")
@@ -28,16 +28,13 @@ _OPERANDS = {
 
 
 class Tile(NamedTuple):
-    """The functions of one implementation; torch_tile defines their shapes and dtypes."""
+    """The functions of one implementation; torch_tile defines them."""
 
-    name: str
     operand_dtype: torch.dtype  # dtype of the input features
     tf32: bool  # inputs are float32 rounded to tf32's 11 bits, because a tensor core would truncate them
-    softmax_forward: Callable
-    softmax_backward: Callable
-    sigmoid_forward: Callable
-    sigmoid_gradients: Callable
-    products_of_sums: Callable
+    softmax_forward: Callable[[Blocks], tuple[Tensor, Tensor]]
+    softmax_backward: Callable[[Blocks, Tensor, Tensor | None, Gradients], None]
+    sigmoid_gradients: Callable[[Blocks, Tensor, Gradients], tuple[Tensor, Tensor]]
 
 
 def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None = None) -> Tile:
@@ -64,8 +61,8 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         tile = "triton" if features.is_cuda and tile_dtype != "fp64" else "torch"
     operand_dtype, tf32 = _OPERANDS[tile_dtype], tile_dtype == "tf32"
     if tile == "torch":
-        functions = (getattr(torch_tile, name) for name in Tile._fields[3:])
-        return Tile("torch", operand_dtype, tf32, *functions)
+        functions = torch_tile.softmax_forward, torch_tile.softmax_backward, torch_tile.sigmoid_gradients
+        return Tile(operand_dtype, tf32, *functions)
     if tile_dtype == "fp64":
         raise ValueError("the Triton tile has no float64; use tile='torch'")
     if not features.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -75,15 +72,7 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
             f"the features are on {features.device}, and kernels run on the current device, "
             f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first"
         )
-    from infcl.kernels import triton_backward, triton_forward, triton_groups
+    from infcl.kernels.triton_backward import sigmoid_gradients, softmax_backward
+    from infcl.kernels.triton_forward import softmax_forward
 
-    return Tile(
-        "triton",
-        operand_dtype,
-        tf32,
-        partial(triton_forward.softmax_forward, tf32=tf32),
-        partial(triton_backward.softmax_backward, tf32=tf32),
-        partial(triton_forward.sigmoid_forward, tf32=tf32),
-        partial(triton_backward.sigmoid_gradients, tf32=tf32),
-        triton_groups.products_of_sums,
-    )
+    return Tile(operand_dtype, tf32, softmax_forward, softmax_backward, sigmoid_gradients)

@@ -1,7 +1,7 @@
 """One pair of feature blocks in plain PyTorch: the reference tile. Runs on any device, in float32 or float64.
 
-In: r row features and c column features. Out: softmax or sigmoid statistics of their logits (forward), or feature
-gradients (backward). The r x c logits are computed in chunks, in a workspace of bounded size.
+In: r row features and c column features. Out: softmax statistics of their logits (forward), or feature gradients
+(backward). The r x c logits are computed in chunks, in a workspace of bounded size.
 
     logits = scale * rows @ columns.T                                           # [r, c], chunk by chunk
     softmax: dS = (exp(logits - row_lse[:, None]) + exp(logits - col_lse)) / 2
@@ -9,9 +9,6 @@ gradients (backward). The r x c logits are computed in chunks, in a workspace of
     d_rows = dS @ columns; d_columns = dS.T @ rows                              # without the factor scale
     d_scale = (dS * (rows @ columns.T)).sum()
 
-`masked=True` excludes the entries (i, i), i < min(r, c): those of matches, which the losses add in float32 (reason in
-loss/inf_cl), or of features with themselves.
-`groups` selects further entries that are not plain negatives (Groups): they are excluded, or are positives.
 Low-precision features are converted chunk by chunk, so every sum is float32 or wider.
 Shapes: rows [r, D], columns [c, D]; scale, bias 0-dim; row statistics [r], column statistics [c].
 """
@@ -25,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
-SUMMED_DIMS = 256  # feature dimensions summed at a time, which bounds the float32 temporaries
 
 
 class Groups(NamedTuple):
@@ -50,163 +46,106 @@ class Groups(NamedTuple):
         return Groups(self.rows[:, rows], self.columns[:, columns], self.positive, *some)
 
 
-def softmax_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, *, masked: bool, workspace_bytes: int, groups: Groups | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the LSE of rows and columns.
+class Blocks(NamedTuple):
+    """A pair of feature blocks, and how a tile computes with it.
 
-    Args:
+    Attributes:
         rows, columns, scale: [r, D], [c, D] and 0-dim.
-        masked: exclude the entries (i, i).
+        masked: exclude the entries (i, i), i < min(r, c): those of matches, which the losses add in float32 (reason in
+            loss/inf_cl).
         workspace_bytes: limit of temporary memory.
-        groups: entries to exclude. Positives stay in the sums, so the caller passes no groups for them.
-
-    Returns:
-        `logits.logsumexp(1)` [r], `logits.logsumexp(0)` [c] and the masked entries [min(r, c)] (None unless masked),
-        float32 or wider.
+        groups: further entries that are not plain negatives: excluded, or positives.
+        tf32: multiply float32 features in tf32.
     """
-    statistic = _accumulator_like(rows)
-    row_lse = rows.new_full((len(rows),), -math.inf, dtype=statistic)
-    col_lse = rows.new_full((len(columns),), -math.inf, dtype=statistic)
-    matched = rows.new_empty(min(len(rows), len(columns)), dtype=statistic) if masked else None
-    for chunk in _chunks(rows, columns, workspace_bytes):
+
+    rows: Tensor
+    columns: Tensor
+    scale: Tensor
+    masked: bool
+    workspace_bytes: int
+    groups: Groups | None = None
+    tf32: bool = False
+
+
+class Gradients(NamedTuple):
+    """Accumulators of a tile, float32 or wider, updated in place; None skips one."""
+
+    rows: Tensor | None  # [r, D], without the factor scale
+    columns: Tensor | None  # [c, D]
+    scale: Tensor  # 0-dim
+
+
+def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Return the LSE of rows and columns, `logits.logsumexp(1)` and `logits.logsumexp(0)`, float32 or wider.
+
+    The entries of `groups` are excluded. Positives stay in the sums, so the caller passes no groups for them.
+    """
+    rows, columns, scale = blocks[:3]
+    row_lse = rows.new_full((len(rows),), -math.inf, dtype=_accumulator_like(rows))
+    col_lse = rows.new_full((len(columns),), -math.inf, dtype=_accumulator_like(rows))
+    for chunk in _chunks(blocks):
         logits = chunk.row_features @ chunk.column_features.T * scale
-        if matched is not None:
-            matched[chunk.pairs] = chunk.diagonal_of(logits)
+        if blocks.masked:
             chunk.diagonal_of(logits).fill_(-math.inf)
-        if groups is not None:
-            logits.masked_fill_(chunk.sharing_an_id(groups), -math.inf)
+        if blocks.groups is not None:
+            logits.masked_fill_(chunk.sharing_an_id(blocks.groups), -math.inf)
         part = row_lse[chunk.rows]
         torch.logaddexp(part, logits.logsumexp(1), out=part)
         part = col_lse[chunk.columns]
         torch.logaddexp(part, logits.logsumexp(0), out=part)
-    return row_lse, col_lse, matched
+    return row_lse, col_lse
 
 
-def softmax_backward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    row_lse: Tensor,
-    col_lse: Tensor | None,
-    d_rows: Tensor | None,
-    d_columns: Tensor | None,
-    d_scale: Tensor | None,
-    *,
-    masked: bool,
-    workspace_bytes: int,
-    groups: Groups | None = None,
-) -> None:
-    """Add dS @ columns to d_rows [r, D], dS.T @ rows to d_columns [c, D] and <dS, rows @ columns.T> to d_scale, 0-dim.
+def softmax_backward(blocks: Blocks, row_lse: Tensor, col_lse: Tensor | None, gradients: Gradients) -> None:
+    """Add dS @ columns, dS.T @ rows and <dS, rows @ columns.T> to the gradients.
 
     No probability exceeds one, so exponents are clamped at zero. Logits with large rounding errors (huge norms) would
     otherwise overflow.
 
     Args:
-        rows, columns, scale, masked, workspace_bytes: as in `softmax_forward`.
+        blocks: the dS of positives is reduced as in Groups.
         row_lse, col_lse: LSE of the full batch, [r] and [c]. Without col_lse the loss is that of the rows only:
             dS = exp(logits - row_lse[:, None]).
-        d_rows, d_columns, d_scale: accumulators, float32 or wider, updated in place; None skips one.
-        groups: entries to exclude, or positives, whose dS is reduced as in Groups.
+        gradients: what to add to.
     """
-    for chunk in _chunks(rows, columns, workspace_bytes):
+    for chunk in _chunks(blocks):
         cosines = chunk.row_features @ chunk.column_features.T
-        logits = cosines * scale
+        logits = cosines * blocks.scale
         d_logits = (logits - row_lse[chunk.rows, None]).clamp_(max=0).exp_()
         if col_lse is not None:
             d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
             d_logits *= 0.5
-        if groups is not None:
-            chunk.correct(d_logits, groups)
-        if masked:
+        if blocks.groups is not None:
+            chunk.correct(d_logits, blocks.groups)
+        if blocks.masked:
             chunk.diagonal_of(d_logits).zero_()
-        chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
+        chunk.accumulate(d_logits, cosines, gradients)
 
 
-def sigmoid_forward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    *,
-    masked: bool,
-    workspace_bytes: int,
-    groups: Groups | None = None,
-) -> Tensor:
-    """Return `-logsigmoid(-(logits + bias)).sum()`, 0-dim, float32 or wider.
-
-    Positives of `groups` contribute -logsigmoid(logits + bias). Arguments as in `softmax_forward`; bias is 0-dim.
-    """
-    loss = rows.new_zeros((), dtype=_accumulator_like(rows))
-    for chunk in _chunks(rows, columns, workspace_bytes):
-        logits = chunk.row_features @ chunk.column_features.T * scale + bias
-        loss += _sigmoid_terms(chunk, logits, masked, groups)[0].sum()
-    return loss
-
-
-def sigmoid_gradients(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    d_rows: Tensor | None,
-    d_columns: Tensor | None,
-    d_scale: Tensor | None,
-    *,
-    masked: bool,
-    workspace_bytes: int,
-    groups: Groups | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the losses, and add to d_rows, d_columns and d_scale as softmax_backward does, in one pass.
+def sigmoid_gradients(blocks: Blocks, bias: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
+    """Compute the losses, and add to the gradients as softmax_backward does, in one pass.
 
     Returns:
-        The sum of all losses and the sum of dS (the bias's gradient), 0-dim, float32 or wider.
+        `-logsigmoid(-(logits + bias)).sum()`, with the other sign at positives of `groups`, and the sum of dS (the
+        bias's gradient), 0-dim, float32 or wider.
     """
-    loss = rows.new_zeros((), dtype=_accumulator_like(rows))
-    slope = torch.zeros_like(loss)
-    for chunk in _chunks(rows, columns, workspace_bytes):
+    loss = blocks.rows.new_zeros((), dtype=_accumulator_like(blocks.rows))
+    slope, groups = torch.zeros_like(loss), blocks.groups
+    for chunk in _chunks(blocks):
         cosines = chunk.row_features @ chunk.column_features.T
-        losses, d_logits = _sigmoid_terms(chunk, cosines * scale + bias, masked, groups)
-        loss += losses.sum()
+        logits = cosines * blocks.scale + bias
+        if groups is not None:
+            same = chunk.sharing_an_id(groups)
+            logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
+        if blocks.masked:
+            chunk.diagonal_of(logits).fill_(-math.inf)
+        loss += F.softplus(logits, threshold=50).sum()
+        d_logits = logits.sigmoid_()
+        if groups is not None:
+            d_logits = torch.where(same, -d_logits, d_logits)
         slope += d_logits.sum()
-        chunk.accumulate(d_logits, cosines, d_rows, d_columns, d_scale)
+        chunk.accumulate(d_logits, cosines, gradients)
     return loss, slope
-
-
-def _sigmoid_terms(chunk: "_Chunk", logits: Tensor, masked: bool, groups: Groups | None) -> tuple[Tensor, Tensor]:
-    """Return the losses and dS of a chunk's entries. Overwrites the logits."""
-    if groups is not None:
-        same = chunk.sharing_an_id(groups)
-        logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
-    if masked:
-        chunk.diagonal_of(logits).fill_(-math.inf)
-    losses, d_logits = F.softplus(logits, threshold=50), logits.sigmoid_()
-    if groups is not None:
-        d_logits = torch.where(same, -d_logits, d_logits)
-    return losses, d_logits
-
-
-def products_of_sums(
-    rows: Tensor, columns: Tensor, row_order: Tensor, row_counts: Tensor, col_order: Tensor, col_counts: Tensor
-) -> Tensor:
-    """Return <sum of the rows of group n, sum of its columns> for each n, [groups], float32 or wider.
-
-    Args:
-        rows, columns: [r, D] and [c, D].
-        row_order, row_counts: int64 indices that sort the rows by group, and the number of rows of each group. Rows
-            past the sum of the counts are in no group. The same for columns.
-    """
-    totals = rows.new_zeros(len(row_counts), dtype=_accumulator_like(rows))
-    for start in range(0, rows.shape[1], SUMMED_DIMS):
-        x, y = (side[:, start : start + SUMMED_DIMS] for side in (rows, columns))
-        totals += torch.linalg.vecdot(segment_sums(x, row_order, row_counts), segment_sums(y, col_order, col_counts))
-    return totals
-
-
-def segment_sums(features: Tensor, order: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum of the features [n, d] of each group, [groups, d], float32 or wider."""
-    ordered = features[order].to(_accumulator_like(features))
-    return torch.segment_reduce(ordered, "sum", lengths=counts, unsafe=True)
 
 
 class _Chunk(NamedTuple):
@@ -217,16 +156,9 @@ class _Chunk(NamedTuple):
     row_features: Tensor
     column_features: Tensor
 
-    @property
-    def pairs(self) -> slice:
-        """Return the indices i whose entry (i, i) is in this chunk; may be empty."""
-        start = max(self.rows.start, self.columns.start)
-        return slice(start, max(start, min(self.rows.stop, self.columns.stop)))
-
     def diagonal_of(self, matrix: Tensor) -> Tensor:
-        """Return a view of the entries (i, i) in a matrix of this chunk's shape."""
-        i, j, count = self.pairs.start - self.rows.start, self.pairs.start - self.columns.start, self.pairs
-        return matrix[i : i + count.stop - count.start, j : j + count.stop - count.start].diagonal()
+        """Return a view of the entries (i, i) in a matrix of this chunk's shape; may be empty."""
+        return matrix.diagonal(self.rows.start - self.columns.start)
 
     def sharing_an_id(self, groups: Groups) -> Tensor:
         """Return bool [height, width]: whether row and column share an id."""
@@ -247,31 +179,24 @@ class _Chunk(NamedTuple):
             weights = (weights + groups.column_weights[self.columns]) / 2
         d_logits -= weights * same
 
-    def accumulate(
-        self,
-        d_logits: Tensor,
-        cosines: Tensor,
-        d_rows: Tensor | None,
-        d_columns: Tensor | None,
-        d_scale: Tensor | None,
-    ) -> None:
-        if d_rows is not None:
-            d_rows[self.rows].addmm_(d_logits, self.column_features)
-        if d_columns is not None:
-            d_columns[self.columns].addmm_(d_logits.T, self.row_features)
-        if d_scale is not None:
-            d_scale += cosines.mul_(d_logits).sum()
+    def accumulate(self, d_logits: Tensor, cosines: Tensor, gradients: Gradients) -> None:
+        if gradients.rows is not None:
+            gradients.rows[self.rows].addmm_(d_logits, self.column_features)
+        if gradients.columns is not None:
+            gradients.columns[self.columns].addmm_(d_logits.T, self.row_features)
+        gradients.scale.add_(cosines.mul_(d_logits).sum())
 
 
-def _chunks(rows: Tensor, columns: Tensor, workspace_bytes: int) -> Iterator[_Chunk]:
+def _chunks(blocks: Blocks) -> Iterator[_Chunk]:
+    rows, columns = blocks.rows, blocks.columns
     dtype = _accumulator_like(rows)
-    elements = max(1, workspace_bytes // (_TEMPORARIES * dtype.itemsize))
+    elements = max(1, blocks.workspace_bytes // (_TEMPORARIES * dtype.itemsize))
     height = min(len(rows), math.isqrt(elements))
-    width = min(len(columns), max(1, elements // max(1, height)))
-    for i in range(0, len(rows), max(1, height)):
+    width = min(len(columns), elements // height)
+    for i in range(0, len(rows), height):
         row_slice = slice(i, min(i + height, len(rows)))
         row_features = rows[row_slice].to(dtype)
-        for j in range(0, len(columns), max(1, width)):
+        for j in range(0, len(columns), width):
             column_slice = slice(j, min(j + width, len(columns)))
             yield _Chunk(row_slice, column_slice, row_features, columns[column_slice].to(dtype))
 

@@ -18,7 +18,7 @@ exponentials. Only the GPU knows which case applies, so both kernels are launche
 in one kernel would share registers and slow the first one by 10%.)
 
 The sigmoid, and some uses of ids, need more registers: the epilogue then runs on two halves of the tile, to avoid
-spills (benchmarks.registers).
+spills.
 
 dS is in [0, 1] and about 1/B on average, which float16 cannot represent precisely for large batches B. For float16 dS
 is stored times 2^15; this costs nothing and is exact.
@@ -36,11 +36,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.torch_tile import Groups
+from infcl.kernels.torch_tile import Blocks, Gradients, Groups
 from infcl.kernels.triton_exp2 import exp2, log2_1p, reciprocal, shared_exp2
-from infcl.kernels.triton_groups import ids_of, same_ids
-from infcl.kernels.triton_launch import aligned, chunk_shape, launch_options, multiprocessors, walked_dim
-from infcl.kernels.triton_statistics import LOG2E, middle
+from infcl.kernels.triton_launch import (
+    LOG2E,
+    aligned,
+    chunk_shape,
+    ids_of,
+    launch_options,
+    multiprocessors,
+    same_ids,
+    walked_dim,
+)
+
+_WINDOW = 80.0  # largest spread of the LSE, in log2, for which one exponential is exact
+_LARGEST = 2.0**12  # largest LSE, in log2, whose rounding leaves a probability at most 1 + 2^-11
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are processed together, for the L2 cache.
 _LAUNCH = {
@@ -49,93 +59,55 @@ _LAUNCH = {
 }
 
 
-def softmax_backward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    row_lse: Tensor,
-    col_lse: Tensor | None,
-    d_rows: Tensor | None,
-    d_columns: Tensor | None,
-    d_scale: Tensor | None,
-    *,
-    masked: bool,
-    workspace_bytes: int,
-    groups: Groups | None = None,
-    tf32: bool = False,
-) -> None:
-    """Compute torch_tile.softmax_backward for rows and columns in bf16, fp16 or f32; d_rows and d_columns are f32.
+def softmax_backward(blocks: Blocks, row_lse: Tensor, col_lse: Tensor | None, gradients: Gradients) -> None:
+    """Compute torch_tile.softmax_backward for rows and columns in bf16, fp16 or f32; the gradients are f32.
 
     For the loss of the rows only, col_lse is inf, so the columns' exponentials vanish, and the result is doubled.
     """
-    count = 1
+    shift, count = _middle(row_lse, row_lse if col_lse is None else col_lse), 1
     if col_lse is None:
-        col_lse, count = torch.full_like(columns[:, 0], math.inf, dtype=row_lse.dtype), 2
-        shift = middle(row_lse, row_lse)
-    else:
-        shift = middle(row_lse, col_lse)
-    sums = _accumulate(
-        rows, columns, scale, row_lse, col_lse, shift, d_rows, d_columns, groups, masked, workspace_bytes, tf32, count,
-        summed=d_scale is not None,
-    )  # fmt: skip
-    if d_scale is not None:
-        d_scale.add_(sums[0], alpha=count)
+        col_lse, count = torch.full_like(blocks.columns[:, 0], math.inf, dtype=row_lse.dtype), 2
+    sums = _accumulate(blocks, row_lse, col_lse, shift, gradients, count)
+    gradients.scale.add_(sums[0], alpha=count)
 
 
-def sigmoid_gradients(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    d_rows: Tensor | None,
-    d_columns: Tensor | None,
-    d_scale: Tensor | None,
-    *,
-    masked: bool,
-    workspace_bytes: int,
-    groups: Groups | None = None,
-    tf32: bool = False,
-) -> tuple[Tensor, Tensor]:
+def sigmoid_gradients(blocks: Blocks, bias: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
     """Compute torch_tile.sigmoid_gradients."""
-    sums = _accumulate(
-        rows, columns, scale, None, None, bias, d_rows, d_columns, groups, masked, workspace_bytes, tf32, summed=True
-    )
-    if d_scale is not None:
-        d_scale.add_(sums[0])
+    sums = _accumulate(blocks, None, None, bias, gradients)
+    gradients.scale.add_(sums[0])
     return (sums[1] * math.log(2)).float(), sums[2].float()
 
 
+def _middle(row_lse: Tensor, col_lse: Tensor) -> Tensor:
+    """Return the middle of all LSE in log2, f32 0-dim; NaN if their spread or size rules out a single exponential."""
+    low, high = torch.cat([row_lse, col_lse]).mul_(LOG2E.value).aminmax()
+    exact = (high - low <= _WINDOW) & (torch.maximum(high, -low) <= _LARGEST)
+    return ((low + high) / 2).where(exact, math.nan)
+
+
 def _accumulate(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
+    blocks: Blocks,
     row_lse: Tensor | None,
     col_lse: Tensor | None,
     shift: Tensor,
-    d_rows: Tensor | None,
-    d_columns: Tensor | None,
-    groups: Groups | None,
-    masked: bool,
-    workspace_bytes: int,
-    tf32: bool,
+    gradients: Gradients,
     count: int = 1,
-    *,
-    summed: bool,
 ) -> Tensor:
     """Compute dS and its matmuls chunk by chunk. With LSE: softmax, `shift` is their middle; else sigmoid with a bias.
 
     Returns:
-        f64 [3]: <dS, rows @ columns.T> if `summed`; for the sigmoid also the sums of the losses and of dS.
+        f64 [3]: <dS, rows @ columns.T>; for the sigmoid also the sums of the losses and of dS.
     """
-    launch = launch_options(_LAUNCH, rows, tf32)
+    rows, columns, scale, groups = blocks.rows, blocks.columns, blocks.scale, blocks.groups
+    launch = launch_options(_LAUNCH, blocks)
     row_operand, column_operand = aligned(rows), aligned(columns)
     gain = 2.0**15 if rows.dtype == torch.float16 else 1.0
-    elements, processors = workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
+    elements, processors = blocks.workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
     height, width = chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
     workspace = rows.new_empty(height, width)
     halves = _in_halves(row_lse is None, groups)
     sums = rows.new_zeros(3, processors, dtype=torch.float64)
-    with _float32_products(tf32) if rows.dtype == torch.float32 else nullcontext():
+    with _float32_products(blocks.tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
             row_slice = slice(i, min(i + height, len(rows)))
             for j in range(0, len(columns), width):
@@ -165,27 +137,26 @@ def _accumulate(
                         i - j,
                         processors,
                         DIM=walked_dim(row_operand, launch),
-                        MASKED=masked and i < j + width and j < i + height,
+                        MASKED=blocks.masked and i < j + width and j < i + height,
                         EDGE=num_rows % launch["BLOCK_M"] + num_columns % launch["BLOCK_N"] > 0,
                         SIGMOID=row_lse is None,
                         SINGLE=single,
                         SHARED=shared_exp2(rows),
                         GAIN=count * gain,
-                        SUMMED=summed,
                         GROUPED=0 if groups is None else len(groups.rows),
                         POSITIVE=some is not None and some.positive,
                         HALVES=halves,
                         **launch,
                     )
-                if d_rows is not None:
-                    _add_product(d_rows[row_slice], d_logits, columns[column_slice], 1 / gain)
-                if d_columns is not None:
-                    _add_product(d_columns[column_slice], d_logits.T, rows[row_slice], 1 / gain)
+                if gradients.rows is not None:
+                    _add_product(gradients.rows[row_slice], d_logits, columns[column_slice], 1 / gain)
+                if gradients.columns is not None:
+                    _add_product(gradients.columns[column_slice], d_logits.T, rows[row_slice], 1 / gain)
     return sums.sum(1)
 
 
 def _in_halves(sigmoid: bool, groups: Groups | None) -> bool:
-    """Return whether a full tile's epilogue would spill registers (python -m benchmarks.registers)."""
+    """Return whether a full tile's epilogue would spill registers (tests/kernels/test_registers.py)."""
     return sigmoid or (groups is not None and (groups.positive or len(groups.rows) == 2))
 
 
@@ -215,7 +186,7 @@ def _d_logits_kernel(
     shift_ptr,  # f32: the bias (sigmoid) or the middle of the LSE in log2 (softmax; NaN: two exponentials), read
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
-    sums_ptr,  # f64 [3, programs], added to if SUMMED: <dS, rows @ columns.T>; if SIGMOID sums of losses (log2) and dS
+    sums_ptr,  # f64 [3, programs], added to: <dS, rows @ columns.T>; if SIGMOID sums of losses (log2) and dS
     row_ids_ptr,  # i32 [GROUPED, r], read
     row_stride,  # elements between kinds of ids
     col_ids_ptr,  # i32 [GROUPED, c], read
@@ -233,7 +204,6 @@ def _d_logits_kernel(
     SINGLE: tl.constexpr,  # one exponential, runs if shift is not NaN; else two exponentials, runs if shift is NaN
     SHARED: tl.constexpr,  # passed to triton_exp2's functions
     GAIN: tl.constexpr,
-    SUMMED: tl.constexpr,  # compute the sums
     GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
     POSITIVE: tl.constexpr,  # or, if set, are positives
     BLOCK_M: tl.constexpr,
@@ -332,18 +302,16 @@ def _d_logits_kernel(
                     d_logits = tl.where(own, 0.0, d_logits)
                     if SIGMOID:
                         losses = tl.where(own, 0.0, losses)
-            if SUMMED:
-                inner += _sum_per_thread(d_logits * logits)
-                if SIGMOID:
-                    loss_sums += _sum_per_thread(losses)
-                    slope_sums += _sum_per_thread(d_logits)
+            inner += _sum_per_thread(d_logits * logits)
+            if SIGMOID:
+                loss_sums += _sum_per_thread(losses)
+                slope_sums += _sum_per_thread(d_logits)
             d_logits_desc.store([first_row, left], (d_logits * GAIN).to(d_logits_desc.dtype))
-    if SUMMED:
-        sum_ptr = sums_ptr + tl.program_id(0)
-        _add_sum(sum_ptr, inner)
-        if SIGMOID:
-            _add_sum(sum_ptr + programs, loss_sums)
-            _add_sum(sum_ptr + 2 * programs, slope_sums)
+    sum_ptr = sums_ptr + tl.program_id(0)
+    _add_sum(sum_ptr, inner)
+    if SIGMOID:
+        _add_sum(sum_ptr + programs, loss_sums)
+        _add_sum(sum_ptr + 2 * programs, slope_sums)
 
 
 @triton.jit

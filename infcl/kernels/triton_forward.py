@@ -1,17 +1,16 @@
-"""Statistics of one pair of feature blocks on a GPU: torch_tile's forward functions as fused matmuls.
+"""Statistics of one pair of feature blocks on a GPU: torch_tile.softmax_forward as a fused matmul.
 
-In: r row features and c column features. Out: softmax statistics (row and column LSE) or sigmoid sums. The logits exist
-only in registers. The kernel writes one partial sum per row and column block, and per column and split of the rows.
+In: r row features and c column features. Out: row and column LSE of their logits, which exist only in registers. The
+kernel writes one partial sum per row and column block, and per column and split of the rows.
 
     logits = scale * rows @ columns.T                                               # [r, c], never formed
-    softmax: exp2(log2(e) * logits - reference) summed over rows and over columns
-    sigmoid: softplus(logits + bias) summed over columns
+    exp2(log2(e) * logits - reference) summed over rows and over columns
 
 Rows and columns have the same reference, so a single exponential is enough for both. The reference is 96 (in log2)
-below the Cauchy-Schwarz bound on the logits: sums cannot overflow, and sums of at least 2^-76 lose nothing to
-underflow. A smaller sum is possible only if all logits of a row or column are far below the bound (with normalised
-features and scale 100, if no cosine exceeds -0.19). An online softmax then computes that row or column again, so the
-accuracy does not depend on the bound.
+below the Cauchy-Schwarz bound on the logits: sums of up to 2^30 terms cannot overflow, and sums of at least 2^-76 lose
+nothing to underflow. A smaller sum is possible only if all logits of a row or column are far below the bound (with
+normalised features and scale 100, if no cosine exceeds -0.19). An online softmax then computes that row or column
+again, so the accuracy does not depend on the bound.
 
 Sizes: r rows, c columns, D features. There are no atomics: all sums have a fixed order and are bitwise reproducible.
 """
@@ -24,86 +23,62 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.torch_tile import Groups
-from infcl.kernels.triton_exp2 import log2_1p
-from infcl.kernels.triton_groups import ids_of, same_ids, same_kind
-from infcl.kernels.triton_launch import aligned, launch_options, multiprocessors, row_splits, walked_dim
-from infcl.kernels.triton_repair import repair
-from infcl.kernels.triton_statistics import LOG2E, finish, reference, squares
+from infcl.kernels.torch_tile import Blocks
+from infcl.kernels.triton_launch import (
+    LOG2E,
+    aligned,
+    ids_of,
+    launch_options,
+    multiprocessors,
+    row_splits,
+    same_ids,
+    same_kind,
+    walked_dim,
+)
+
+_HEADROOM = 96.0
+_SMALLEST_SUM = 2.0**-76  # terms that underflow (below 2^-126) are at most 2^-50 of it
 
 # Block shapes and launch options by operand size in bytes.
 _LAUNCH = {
     2: {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
     4: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
 }
+_REPAIR_LAUNCH = {
+    2: {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+    4: {"BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
+}
 
 
-def softmax_forward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    *,
-    masked: bool,
-    workspace_bytes: int,
-    groups: Groups | None = None,
-    tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Compute torch_tile.softmax_forward for rows and columns in bf16, fp16 or f32; results are f32."""
-    row_square, col_square, matched = squares(rows, columns, scale)
-    shift = reference(row_square, col_square, scale)
-    row_sums, col_sums = _tile_sums(
-        rows, columns, scale, shift, workspace_bytes, tf32=tf32, sigmoid=False, masked=masked, groups=groups
-    )
-    row_lse, col_lse = finish(row_sums, col_sums, shift)
-    repair(row_lse, col_lse, rows, columns, scale, tf32=tf32, masked=masked, groups=groups)
-    return row_lse, col_lse, matched[: min(len(rows), len(columns))] if masked else None
+    norms = [torch.linalg.vector_norm(side, dim=1, dtype=torch.float32).amax() for side in blocks[:2]]
+    reference = norms[0] * norms[1] * blocks.scale.abs() * LOG2E.value - _HEADROOM
+    sums = torch.cat([partial.sum(0) for partial in _tile_sums(blocks, reference)])
+    trusted = (sums >= _SMALLEST_SUM) & (sums < math.inf)
+    lse = sums.log2().add_(reference).div_(LOG2E.value)
+    row_lse, col_lse = lse.where(trusted, math.nan).split([len(blocks.rows), len(blocks.columns)])
+    _repair(blocks, row_lse, col_lse)
+    return row_lse, col_lse
 
 
-def sigmoid_forward(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    *,
-    masked: bool,
-    workspace_bytes: int,
-    groups: Groups | None = None,
-    tf32: bool = False,
-) -> Tensor:
-    """Compute torch_tile.sigmoid_forward."""
-    losses, _ = _tile_sums(
-        rows, columns, scale, bias, workspace_bytes, tf32=tf32, sigmoid=True, masked=masked, groups=groups
-    )
-    return losses.sum() * math.log(2)
-
-
-def _tile_sums(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    workspace_bytes: int,
-    *,
-    tf32: bool,
-    sigmoid: bool,
-    masked: bool,
-    groups: Groups | None,
-) -> tuple[Tensor, Tensor]:
-    """Return partial sums over the tiles: of rows [m, r] (sigmoid: in log2), and for the softmax of columns [n, c].
+def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """Return partial sums over the tiles: of rows [m, r] and of columns [n, c].
 
     Columns are processed in chunks whose partial sums [column blocks, r] fit into the workspace. m is the number of
     column blocks or, if there are several chunks, of chunks.
     """
-    launch = launch_options(_LAUNCH, rows, tf32)
+    rows, columns, groups = blocks.rows, blocks.columns, blocks.groups
+    launch = launch_options(_LAUNCH, blocks)
     row_operand, column_operand = aligned(rows), aligned(columns)
     num_rows, num_columns = len(rows), len(columns)
     row_tiles, column_tiles = triton.cdiv(num_rows, launch["BLOCK_M"]), triton.cdiv(num_columns, launch["BLOCK_N"])
-    chunk_tiles = max(1, min(column_tiles, workspace_bytes // (4 * num_rows)))
+    chunk_tiles = max(1, min(column_tiles, blocks.workspace_bytes // (4 * num_rows)))
     chunks = triton.cdiv(column_tiles, chunk_tiles)
     splits = row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
     row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
     chunk_sums = rows.new_empty(chunks, num_rows, dtype=torch.float32) if chunks > 1 else None
-    col_partial = rows.new_empty(0 if sigmoid else splits, num_columns, dtype=torch.float32)
+    col_partial = rows.new_empty(splits, num_columns, dtype=torch.float32)
     rows_desc = TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]])
     columns_desc = TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]])
     for first in range(0, column_tiles, chunk_tiles):
@@ -111,22 +86,20 @@ def _tile_sums(
         _tile_sums_kernel[(tiles * splits,)](
             rows_desc,
             columns_desc,
-            scale,
-            shift,
+            blocks.scale,
+            reference,
             row_partial,
             col_partial,
-            *ids_of(groups, scale),
+            *ids_of(groups, blocks.scale),
             num_rows,
             num_columns,
             first,
             splits,
             triton.cdiv(row_tiles, splits),
             DIM=walked_dim(row_operand, launch),
-            SIGMOID=sigmoid,
-            MASKED=masked,
+            MASKED=blocks.masked,
             EDGE=num_columns % launch["BLOCK_N"] != 0,
             GROUPED=0 if groups is None else len(groups.rows),
-            POSITIVE=groups is not None and groups.positive,
             **launch,
         )
         if chunk_sums is not None:
@@ -141,9 +114,9 @@ def _tile_sums_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
     scale_ptr,  # f32, read
-    shift_ptr,  # f32: the reference (softmax) or the bias (sigmoid), read
+    reference_ptr,  # f32, read
     row_partial_ptr,  # f32 [column blocks of this launch, r], written
-    col_partial_ptr,  # f32 [splits, c], written unless SIGMOID
+    col_partial_ptr,  # f32 [splits, c], written
     row_ids_ptr,  # i32 [GROUPED, r], read
     row_stride,  # elements between kinds of ids
     col_ids_ptr,  # i32 [GROUPED, c], read
@@ -154,11 +127,9 @@ def _tile_sums_kernel(
     splits,
     split_tiles,  # row tiles per split
     DIM: tl.constexpr,
-    SIGMOID: tl.constexpr,
     MASKED: tl.constexpr,  # exclude the entries (i, i)
     EDGE: tl.constexpr,  # the last column block is partial
     GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
-    POSITIVE: tl.constexpr,  # or, if set, have the sign +1 (SIGMOID)
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -170,7 +141,7 @@ def _tile_sums_kernel(
     first_column = (first_block + block) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     scale = tl.load(scale_ptr).to(tl.float32)
-    shift = tl.load(shift_ptr).to(tl.float32)
+    reference = tl.load(reference_ptr).to(tl.float32)
     row_partial_ptr += block.to(tl.int64) * num_rows
     # Each thread keeps its own partial column sums: row = 16 a + 8 b + c with b in one thread's registers.
     col_sums = tl.zeros([BLOCK_M // 16, 8, BLOCK_N], tl.float32)
@@ -182,45 +153,104 @@ def _tile_sums_kernel(
             b = columns_desc.load([first_column, k])
             logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        if SIGMOID:
-            logits = (logits * scale + shift) * LOG2E  # in log2
-            if GROUPED > 0:
-                same = same_ids(
-                    row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
-                )
-                logits = tl.where(same, -logits if POSITIVE else float("-inf"), logits)
-            small = tl.exp2(-tl.abs(logits))  # in (0, 1]
-            losses = tl.maximum(logits, 0.0) + log2_1p(small)
-            if EDGE:
-                if first_column + BLOCK_N > num_columns:
-                    within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
-                    losses = tl.where(within, losses, 0.0)
-            if MASKED:
-                away = first_column - tile * BLOCK_M
-                if (away > -BLOCK_N) & (away < BLOCK_M):
-                    own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
-                    losses = tl.where(own, 0.0, losses)
-            tl.store(row_partial_ptr + rows, tl.sum(losses, 1), mask=rows < num_rows)
-        else:
-            # Short chains of additions, so that the sums overlap with the exponentials.
-            row_shift = tl.where(rows < num_rows, shift, float("inf"))
-            terms = tl.exp2(logits * (scale * LOG2E) - row_shift[:, None])
-            for kind in tl.static_range(GROUPED):  # one after the other: both together do not fit into the registers
-                row_ids, col_ids = row_ids_ptr + kind * row_stride, col_ids_ptr + kind * col_stride
-                same = same_kind(row_ids, col_ids, rows, columns, num_rows, num_columns)
-                terms = tl.where(same, 0.0, terms)
-            if EDGE:
-                if first_column + BLOCK_N > num_columns:
-                    within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
-                    terms = tl.where(within, terms, 0.0)
-            if MASKED:
-                away = first_column - tile * BLOCK_M
-                if (away > -BLOCK_N) & (away < BLOCK_M):  # without it column numbers stay in registers
-                    own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
-                    terms = tl.where(own, 0.0, terms)
-            row_sums = tl.sum(tl.sum(tl.reshape(terms, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
-            tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
-            col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
-    if not SIGMOID:
-        total = tl.sum(tl.sum(col_sums, 1), 0)
-        tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
+        # Short chains of additions, so that the sums overlap with the exponentials.
+        row_reference = tl.where(rows < num_rows, reference, float("inf"))
+        terms = tl.exp2(logits * (scale * LOG2E) - row_reference[:, None])
+        for kind in tl.static_range(GROUPED):  # one after the other: both together do not fit into the registers
+            row_ids, col_ids = row_ids_ptr + kind * row_stride, col_ids_ptr + kind * col_stride
+            same = same_kind(row_ids, col_ids, rows, columns, num_rows, num_columns)
+            terms = tl.where(same, 0.0, terms)
+        if EDGE:
+            if first_column + BLOCK_N > num_columns:
+                within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
+                terms = tl.where(within, terms, 0.0)
+        if MASKED:
+            away = first_column - tile * BLOCK_M
+            if (away > -BLOCK_N) & (away < BLOCK_M):  # without it column numbers stay in registers
+                own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
+                terms = tl.where(own, 0.0, terms)
+        row_sums = tl.sum(tl.sum(tl.reshape(terms, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
+        tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
+        col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
+    total = tl.sum(tl.sum(col_sums, 1), 0)
+    tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
+
+
+def _repair(blocks: Blocks, row_lse: Tensor, col_lse: Tensor) -> None:
+    """Replace LSE that are NaN, in place, by an online softmax. Programs without a NaN return at once.
+
+    This is rare, so the kernel is simple rather than fast.
+    """
+    rows, columns, scale, groups = blocks.rows, blocks.columns, blocks.scale, blocks.groups
+    launch = launch_options(_REPAIR_LAUNCH, blocks)
+    block = [launch["BLOCK_N"], launch["BLOCK_K"]]
+    sides = [TensorDescriptor.from_tensor(aligned(side), block) for side in (rows, columns)]
+    ids = ids_of(groups, scale)
+    for lse, own, other, *ids_here in (
+        (row_lse, *sides, *ids),
+        (col_lse, *reversed(sides), *ids[2:], *ids[:2]),
+    ):
+        _repair_kernel[(triton.cdiv(len(lse), block[0]),)](
+            own,
+            other,
+            scale,
+            lse,
+            *ids_here,
+            len(lse),
+            len(rows) + len(columns) - len(lse),
+            GROUPED=0 if groups is None else len(groups.rows),
+            DIM=walked_dim(rows, launch),
+            MASKED=blocks.masked,
+            **launch,
+        )
+
+
+@triton.jit(do_not_specialize=["own_stride", "other_stride", "num_own", "num_other"])
+def _repair_kernel(
+    own_desc,  # [n, D] operand type, read
+    other_desc,  # [m, D] operand type, read
+    scale_ptr,  # f32, read
+    lse_ptr,  # f32 [n], read, written where NaN
+    own_ids_ptr,  # i32 [GROUPED, n], read
+    own_stride,  # elements between kinds of ids
+    other_ids_ptr,  # i32 [GROUPED, m], read
+    other_stride,
+    num_own,
+    num_other,
+    GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,  # exclude the entries (i, i)
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute `where(lse.isnan(), (scale * own @ other.T).logsumexp(1), lse)` for BLOCK_N of `own`, with exclusions."""
+    scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
+    first_own = tl.program_id(0) * BLOCK_N
+    own = first_own + tl.arange(0, BLOCK_N)
+    lse = tl.load(lse_ptr + own, mask=own < num_own, other=0.0)
+    unknown = lse != lse
+    if tl.max(unknown.to(tl.int32), 0) == 0:
+        return
+    maxima = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, num_other, BLOCK_N):
+        logits = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+        for k in range(0, DIM, BLOCK_K):
+            a = own_desc.load([first_own, k])
+            b = other_desc.load([first, k])
+            logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
+        other = first + tl.arange(0, BLOCK_N)
+        logits = tl.where((other < num_other)[None, :], logits * scale2, float("-inf"))
+        if MASKED:
+            logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
+        if GROUPED > 0:
+            same = same_ids(
+                own_ids_ptr, own_stride, other_ids_ptr, other_stride, own, other, num_own, num_other, GROUPED
+            )
+            logits = tl.where(same, float("-inf"), logits)
+        new_maxima = tl.maximum(maxima, tl.max(logits, 1))
+        shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # -inf: only excluded entries so far
+        sums = sums * tl.exp2(maxima - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+        maxima = new_maxima
+    tl.store(lse_ptr + own, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (own < num_own))

@@ -1,4 +1,8 @@
-"""Launches of the Triton kernels: operands for tensor descriptors, and the tiling of a pair of feature blocks."""
+"""What both Triton tiles share: operands for tensor descriptors, ids of groups, and the tiling of a block pair.
+
+A kernel takes GROUPED (0: no ids, 1 or 2 kinds) as a constant, so unused branches are not compiled. It loads ids where
+it compares them, because ids loaded before a loop would occupy registers.
+"""
 
 import math
 from functools import cache
@@ -6,14 +10,18 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 from torch import Tensor
 
+from infcl.kernels.torch_tile import Blocks, Groups
+
+LOG2E = tl.constexpr(math.log2(math.e))
 _HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS
 
 
-def launch_options(table: dict[int, dict], features: Tensor, tf32: bool) -> dict:
+def launch_options(table: dict[int, dict], blocks: Blocks) -> dict:
     """Return block shapes, warps, stages and the dot's precision for the features' dtype, from a kernel's table."""
-    return table[features.dtype.itemsize] | {"PRECISION": "tf32" if tf32 else "ieee"}
+    return table[blocks.rows.dtype.itemsize] | {"PRECISION": "tf32" if blocks.tf32 else "ieee"}
 
 
 def aligned(features: Tensor) -> Tensor:
@@ -32,6 +40,44 @@ def walked_dim(features: Tensor, launch: dict) -> int:
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def ids_of(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, int, Tensor, int]:
+    """Return row ids, their stride between kinds, column ids and their stride, in the argument order of `same_ids`."""
+    if groups is None:
+        return placeholder, 0, placeholder, 0
+    assert groups.rows.stride(1) == groups.columns.stride(1) == 1, "ids of one kind are neighbours"
+    return groups.rows, groups.rows.stride(0), groups.columns, groups.columns.stride(0)
+
+
+@triton.jit
+def same_ids(
+    row_ids_ptr,  # i32 [kinds, r], read
+    row_stride,
+    col_ids_ptr,  # i32 [kinds, c], read
+    col_stride,
+    rows,  # i32 [m], indices
+    columns,  # i32 [n]
+    num_rows,
+    num_columns,
+    KINDS: tl.constexpr,
+):
+    """Return `(row_ids[:, rows, None] == col_ids[:, None, columns]).any(0)`, bool [m, n], False past the edges.
+
+    Kernels call this again instead of keeping the result, which would not fit into the registers.
+    """
+    same = same_kind(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
+    if KINDS == 2:
+        same |= same_kind(row_ids_ptr + row_stride, col_ids_ptr + col_stride, rows, columns, num_rows, num_columns)
+    return same
+
+
+@triton.jit
+def same_kind(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns):
+    """Return `same_ids` of one kind, bool [m, n]."""
+    row_ids = tl.load(row_ids_ptr + rows, mask=rows < num_rows, other=-2)
+    col_ids = tl.load(col_ids_ptr + columns, mask=columns < num_columns, other=-3)
+    return row_ids[:, None] == col_ids[None, :]
 
 
 # ---- forward: statistics ----

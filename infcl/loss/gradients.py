@@ -10,88 +10,62 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infcl.loss.ring import RingExchange
+from infcl.kernels.torch_tile import Gradients
+from infcl.loss.inputs import Setup
 
 _CHUNK = 16384  # rows per [rows, D] float32 temporary
 
 
 def ring_gradients(
-    add_tile: Callable[..., None],
+    add_tile: Callable[[int, Tensor, list[Tensor], Gradients], object],
     rows: Tensor,
     columns: Tensor,
-    slopes: Tensor,
-    ring: RingExchange,
+    setup: Setup,
     *,
-    matches: Tensor | None = None,
-    with_columns: Sequence[Tensor] = (),
-    needs: Sequence[bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    slopes: Tensor,
+    cosines: Tensor,
+    travelling: Sequence[Tensor] = (),
+) -> Gradients:
     """Compute `dS @ all_columns` for own rows, `dS.T @ all_rows` for own columns, and <dS, logits / scale>.
 
     Args:
-        add_tile: called as add_tile(hop, block, tensors that travelled with it, d_rows, d_block, d_scale). It adds the
-            block's contribution to the last three. At hop 0 the block is this rank's own; the tile excludes the
-            matches. A gradient that is not needed is None.
+        add_tile: called as add_tile(hop, block of columns, tensors that travelled with it, gradients); adds the
+            block's contribution, without the matches. At hop 0 the block is this rank's own.
         rows, columns: [r, D] and [c, D], in the tile's operand dtype.
-        slopes: [m], dS at the matches of the first m rows.
-        ring: a new ring for this pass.
-        matches: int64 [m], the column of this rank that matches each row; None: row i matches column i.
-        with_columns: tensors that travel with the columns.
-        needs: whether rows and columns need a gradient. A side that needs none (locked tower) costs no matmul or hop.
+        setup: of the call. A side that needs no gradient (locked tower) costs no matmul or hop.
+        slopes, cosines: [r], dS at the matches and their logits / scale.
+        travelling: tensors that travel with the columns.
 
     Returns:
-        Gradients of rows [r, D], of columns [c, D], and <dS, logits / scale> summed over this rank's rows (0-dim), all
-        in slopes' dtype.
+        Gradients of rows [r, D], of columns [c, D] (None if not needed), and of the scale, summed over this rank's rows
+        (0-dim), all in slopes' dtype.
     """
-    rows_need, columns_need = needs
-    d_rows, d_scale = _of_matched(rows, columns if matches is None else columns[matches], slopes, rows_need)
-    for hop, (block, *its) in ring.blocks(columns, *with_columns):
-        d_block = None
-        if columns_need:
-            d_block = ring.part("d_columns", block, slopes.dtype)
-            if hop > 0:
-                d_block.zero_()
-            elif matches is None:
-                _set_to_matched(d_block, slopes, rows)
+    ring, matches = setup.ring(), setup.matches
+    rows_need, columns_need = setup.needs
+    d_scale, d_rows = (slopes * cosines).sum(), None
+    if rows_need:
+        partners = columns[: len(rows)] if matches is None else columns[matches]
+        d_rows = torch.mul(slopes[:, None], partners)
+    for hop, (block, *its) in ring.blocks(columns, *travelling):
+        d_block = ring.part("d_columns", block, slopes.dtype).zero_() if columns_need else None
+        if d_block is not None and hop == 0:
+            if matches is None:
+                torch.mul(slopes[:, None], rows, out=d_block[: len(rows)])
             else:
-                add_rows(d_block.zero_(), matches, slopes[:, None] * rows)
-        add_tile(hop, block, its, d_rows, d_block, d_scale)
+                add_rows(d_block, matches, slopes[:, None] * rows)
+        add_tile(hop, block, its, Gradients(d_rows, d_block, d_scale))
         if d_block is not None:
             ring.carry("d_columns", hop, d_block, Tensor.add_)
         del d_block  # frees it before the next one is allocated
-    return d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale
+    return Gradients(d_rows, ring.home("d_columns", Tensor.add_) if columns_need else None, d_scale)
 
 
-def scaled_sides(gradients: Sequence[Tensor | None], factor: Tensor, sides: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return `(gradient * factor).to(side.dtype)` for each gradient; in place where the dtype does not change."""
-    outs = [
-        g if g is None or g.dtype == side.dtype else torch.empty_like(g, dtype=side.dtype)
-        for g, side in zip(gradients, sides)
-    ]
-    return [None if g is None else torch.mul(g, factor, out=out) for g, out in zip(gradients, outs)]
-
-
-def _inner_product(features: Tensor, gradient: Tensor) -> Tensor:
-    """Return `(features * gradient).sum()` in the gradient's dtype, 0-dim, without a [b, D] temporary."""
-    chunks = zip(features.split(_CHUNK), gradient.split(_CHUNK))
-    total, *others = [(a * b).sum() for a, b in chunks]
-    for part in others:
-        total += part
-    return total
-
-
-def row_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return `(left * right).sum(1)`, [b], in float32 or wider, without a [b, D] temporary."""
-    wide = torch.promote_types(left.dtype, torch.float32)
-    chunks = zip(left.split(_CHUNK), right.split(_CHUNK))
+def match_cosines(rows: Tensor, columns: Tensor, setup: Setup) -> Tensor:
+    """Return <row, its match>, [r], in float32 or wider, without a [r, D] temporary."""
+    wide, matches = torch.promote_types(rows.dtype, torch.float32), setup.matches
+    partners = columns[: len(rows)] if matches is None else columns[matches]
+    chunks = zip(rows.split(_CHUNK), partners.split(_CHUNK))
     return torch.cat([torch.mul(a.to(wide), b).sum(1) for a, b in chunks])
-
-
-def _of_matched(rows: Tensor, partners: Tensor, slopes: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
-    """Return the matches' contributions to the rows' gradient (None if not needed) and to <dS, logits / scale>."""
-    d_rows = torch.empty_like(rows, dtype=slopes.dtype)
-    _set_to_matched(d_rows, slopes, partners)
-    return d_rows if need else None, _inner_product(rows, d_rows)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
@@ -103,11 +77,3 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
         total.index_put_((indices,), rows, accumulate=True)
     else:
         total.index_add_(0, indices, rows)
-
-
-def _set_to_matched(gradient: Tensor, slopes: Tensor, partners: Tensor) -> None:
-    """Set a gradient to `slopes[:, None] * partners`, the matches' contribution, and later rows to 0."""
-    count = len(slopes)
-    torch.mul(slopes[:, None], partners[:count], out=gradient[:count])
-    if count < len(gradient):
-        gradient[count:].zero_()

@@ -29,20 +29,15 @@ mean (open_clip: --local-loss --gather-with-grad).
 Source: Inf-CL, arXiv 2410.17243, Algorithms 1-4, with the two passes over the tiles merged into one.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels import Tile
-from infcl.kernels.torch_tile import Groups
-from infcl.loss.duplicates import Duplicates, sum_positives, travelling
-from infcl.loss.gradients import ring_gradients, row_products, scaled_sides
+from infcl.kernels.torch_tile import Gradients, Groups
+from infcl.loss.duplicates import sum_positives, travelling
+from infcl.loss.gradients import match_cosines, ring_gradients
 from infcl.loss.inputs import Setup, outside_graphs, reject_double_backward, scalar_like, set_up
-from infcl.loss.ring import RingExchange
 
 
 @outside_graphs
@@ -78,95 +73,78 @@ def inf_cl_loss(
     """
     ids = {"image_ids": image_ids, "text_ids": text_ids}
     setup = set_up("inf_cl", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
-    scale = scalar_like(image_features, logit_scale)
-    return differentiable(image_features, text_features, scale, setup, duplicates=setup.duplicates)
+    return InfCL.apply(image_features, text_features, scalar_like(image_features, logit_scale), setup)
 
 
-def differentiable(rows: Tensor, columns: Tensor, scale: Tensor, setup: Setup, **kind) -> Tensor:
-    """Return the loss of inputs that are already checked: rows [r, D], columns [c, D], scale 0-dim; fields of Kind."""
-    return _InfCL.apply(rows, columns, scale, setup, Kind(**kind))
+class InfCL(torch.autograd.Function):
+    """The loss of inputs that are already checked: rows [r, D], columns [c, D], scale 0-dim."""
 
-
-class Kind(NamedTuple):
-    """Which entries of the logits are positives and negatives, and which directions the loss has."""
-
-    duplicates: Duplicates | None = None
-    matches: Tensor | None = None  # int64 [r], this rank's column that matches each row; None: row i matches column i
-    both: bool = True  # loss of rows and columns, or of rows only
-
-
-class _InfCL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, row_features, column_features, scale, setup: Setup, kind: Kind):
+    def forward(ctx, row_features, column_features, scale, setup: Setup):
         with torch.autocast(row_features.device.type, enabled=False):
             rows, columns = setup.operands(row_features, column_features)
-            losses, matched, positives = ring_forward(rows, columns, scale, *setup.of_a_pass(), kind)
+            losses, cosines, positives = ring_forward(rows, columns, scale, setup)
         excess, weights = (None, None) if positives is None else positives
-        ctx.save_for_backward(row_features, column_features, scale, losses, matched, weights, kind.matches)
-        ctx.setup, ctx.kind = setup, kind._replace(matches=None)
+        ctx.save_for_backward(row_features, column_features, scale, losses, cosines, weights, setup.matches)
+        ctx.setup = setup._replace(matches=None)
         return (losses if excess is None else losses + excess).mean()
 
     @staticmethod
     def backward(ctx, d_loss):
         reject_double_backward("inf_cl")
-        row_features, column_features, scale, losses, matched, weights, matches = ctx.saved_tensors
-        setup: Setup = ctx.setup
-        kind, needs = ctx.kind._replace(matches=matches), ctx.needs_input_grad[:2]
+        row_features, column_features, scale, losses, cosines, weights, matches = ctx.saved_tensors
+        setup: Setup = ctx.setup._replace(matches=matches, needs=ctx.needs_input_grad[:2])
         with torch.autocast(row_features.device.type, enabled=False):
             rows, columns = setup.operands(row_features, column_features)
-            *sides, d_scale = ring_backward(
-                rows, columns, scale, losses, matched, *setup.of_a_pass(), kind, weights=weights, needs=needs
-            )
-            factor = d_loss / len(rows)
-            sides = scaled_sides(sides, factor * scale, (row_features, column_features))
-        return *sides, factor * d_scale, None, None
+            *sides, d_scale = ring_backward(rows, columns, scale, losses, cosines, setup, weights)
+            factor, features = d_loss / len(rows), (row_features, column_features)
+            sides = [None if g is None else _scaled(g, factor * scale, f.dtype) for g, f in zip(sides, features)]
+        return *sides, factor * d_scale, None
 
 
 def ring_forward(
-    rows: Tensor, columns: Tensor, scale: Tensor, ring: RingExchange, tile: Tile, workspace_bytes: int, kind: Kind
+    rows: Tensor, columns: Tensor, scale: Tensor, setup: Setup
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return the cross entropies of own rows and columns over the group's global batch, and their matched logits.
+    """Return the cross entropies of own rows and columns over the group's global batch.
 
     Rows stay, columns travel with their ids. The column statistics cost W hops of 4 bytes per column (8 if duplicates
     are positives).
 
     Returns:
         losses: [2, b], or [1, r] for rows only; float32 or wider.
-        matched: matched logits, [b].
+        cosines: matched logits / scale, [b].
         positives: None, or if duplicates are positives (excess, weights). excess [2, b] is the term that the other
             positives add to the losses; weights [b] is 1 / number of positives, equal for row i and column i.
     """
-    duplicates, matches, both = kind
+    duplicates, matches, ring = setup.duplicates, setup.matches, setup.ring()
     totals: tuple[Tensor, Tensor] | None = None  # number of positives of each row, sum of their cosines
     for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
         groups = None if duplicates is None else duplicates.groups(*ids)
         excluded = None if groups is None or groups.positive else groups
         if hop == 0 and matches is not None and excluded is None:
             excluded = _entries_of(matches, len(columns))
-        row_part, column_part, own_matched = tile.softmax_forward(
-            rows, block, scale, masked=hop == 0 and matches is None, workspace_bytes=workspace_bytes, groups=excluded
-        )
+        row_part, column_part = setup.tile.softmax_forward(setup.blocks(rows, block, scale, hop, excluded))
         if hop == 0:
             row_others = row_part
-            matched = own_matched if matches is None else row_products(rows, columns[matches]) * scale
         else:
             merge_lse(row_others, row_part)
-        if both:
+        if setup.both:
             ring.carry("col_lse", hop, column_part, merge_lse)
         if groups is not None and groups.positive:
-            counts, sums, column_sums = sum_positives(groups, rows, block, tile)
+            counts, sums, column_sums = sum_positives(groups, rows, block)
             totals = (counts, sums) if totals is None else (totals[0] + counts, totals[1] + sums)
-            if both:
+            if setup.both:
                 ring.carry("col_positives", hop, column_sums, Tensor.add_)
-    others = torch.stack([row_others, *([ring.home("col_lse", merge_lse)] if both else [])])
-    losses = cross_entropies(others, matched)
+    cosines = match_cosines(rows, columns, setup)
+    others = torch.stack([row_others, *([ring.home("col_lse", merge_lse)] if setup.both else [])])
+    losses = cross_entropies(others, cosines * scale)
     if totals is None:
-        return losses, matched, None
+        return losses, cosines, None
     counts, sums = totals
-    weights = 1 / counts.to(matched.dtype)
-    sums = torch.stack([sums, *([ring.home("col_positives", Tensor.add_)] if both else [])])
-    excess = matched - scale * sums * weights
-    return losses, matched, (excess.where(weights < 1, torch.zeros_like(excess)), weights)
+    weights = 1 / counts.to(cosines.dtype)
+    sums = torch.stack([sums, *([ring.home("col_positives", Tensor.add_)] if setup.both else [])])
+    excess = scale * (cosines - sums * weights)
+    return losses, cosines, (excess.where(weights < 1, 0.0), weights)
 
 
 def ring_backward(
@@ -174,38 +152,29 @@ def ring_backward(
     columns: Tensor,
     scale: Tensor,
     losses: Tensor,
-    matched: Tensor,
-    ring: RingExchange,
-    tile: Tile,
-    workspace_bytes: int,
-    kind: Kind,
-    *,
+    cosines: Tensor,
+    setup: Setup,
     weights: Tensor | None = None,
-    needs: Sequence[bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> Gradients:
     """Return `ring_gradients` of half the sum of the losses of both directions, or of the sum of the rows' losses.
 
-    losses, matched and weights come from ring_forward. Columns travel with their LSE, ids and weights.
+    losses, cosines and weights come from ring_forward. Columns travel with their LSE, ids and weights.
     """
-    duplicates, matches, both = kind
-    row_lse, *column_lse = losses + matched
+    duplicates, matches, both = setup.duplicates, setup.matches, setup.both
+    row_lse, *column_lse = losses + cosines * scale
     slopes = torch.expm1(-losses).mean(0)
     if weights is not None:  # the match is one of several positives; explicit `matches` are handled by the tiles
         slopes = slopes + 1 - weights if matches is None else torch.zeros_like(slopes)
-    own = None if matches is None else _entries_of(matches, len(columns))
 
-    def add_tile(hop: int, block: Tensor, its: Sequence[Tensor], *gradients: Tensor | None) -> None:
+    def add_tile(hop: int, block: Tensor, its: list[Tensor], gradients: Gradients) -> None:
         block_lse, ids = (its[0], its[1:]) if both else (None, its)  # ids, and weights of positives
         groups = None if duplicates is None else duplicates.groups(*ids, row_weights=weights)
-        tile.softmax_backward(
-            rows, block, scale, row_lse, block_lse, *gradients, masked=hop == 0 and own is None,
-            workspace_bytes=workspace_bytes, groups=own if hop == 0 and groups is None else groups,
-        )  # fmt: skip
+        if groups is None and matches is not None and hop == 0:
+            groups = _entries_of(matches, len(columns))
+        setup.tile.softmax_backward(setup.blocks(rows, block, scale, hop, groups), row_lse, block_lse, gradients)
 
     with_columns = [*column_lse, *travelling(duplicates), *([weights] if both and weights is not None else [])]
-    return ring_gradients(
-        add_tile, rows, columns, slopes, ring, matches=matches, with_columns=with_columns, needs=needs
-    )
+    return ring_gradients(add_tile, rows, columns, setup, slopes=slopes, cosines=cosines, travelling=with_columns)
 
 
 def merge_lse(total: Tensor, part: Tensor) -> Tensor:
@@ -231,3 +200,9 @@ def cross_entropies(others_lse: Tensor, matched: Tensor) -> Tensor:
 def _entries_of(matches: Tensor, count: int) -> Groups:
     """Return each row's match among `count` columns as `groups` that a tile excludes."""
     return Groups(matches.to(torch.int32)[None], torch.arange(count, dtype=torch.int32, device=matches.device)[None])
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `(gradient * factor).to(dtype)`; in place where the dtype does not change."""
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.loss import inf_cl
+from infcl.loss.inf_cl import InfCL
 from infcl.loss.inputs import outside_graphs, scalar_like, set_up
 
 
@@ -54,6 +54,8 @@ def info_nce_loss(
     Raises:
         ValueError: invalid positives or ids, or sizes that differ between ranks (raised on every rank).
     """
+    invalid = _check_positives(positives, queries, documents)
+    in_order = not invalid and torch.equal(positives, torch.arange(len(positives), device=positives.device))
     setup = set_up(
         "info_nce",
         queries,
@@ -63,12 +65,11 @@ def info_nce_loss(
         sizes=("queries", "documents"),
         ids={"document_ids": document_ids},
         duplicates=duplicates,
-        matches=positives,
-        invalid=_check_positives(positives, queries, documents),
+        matches=None if in_order else positives,
+        both=False,
+        invalid=invalid,
     )
-    in_order = torch.equal(positives, torch.arange(len(positives), device=positives.device))
-    kind = {"duplicates": setup.duplicates, "matches": None if in_order else positives, "both": False}
-    return inf_cl.differentiable(queries, documents, scalar_like(queries, logit_scale), setup, **kind)
+    return InfCL.apply(queries, documents, scalar_like(queries, logit_scale), setup)
 
 
 def _check_positives(positives: Tensor, queries: Tensor, documents: Tensor) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
+from infcl.kernels.torch_tile import Blocks, Groups
 from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
 from infcl.loss.ring import RingExchange, checked_group
 
@@ -44,17 +45,24 @@ class RingOptions:
 
 
 class Setup(NamedTuple):
-    """A checked call. Each autograd pass makes a new ring, whose buffers are freed with it."""
+    """A checked call of a loss: how to compute it, and which entries of the logits are positives and negatives."""
 
     group: dist.ProcessGroup | None
     tile: Tile
     options: RingOptions
-    duplicates: Duplicates | None
     needs: tuple[bool, bool]  # whether rows and columns need a gradient
+    duplicates: Duplicates | None
+    matches: Tensor | None = None  # int64 [r], this rank's column that matches each row; None: row i matches column i
+    both: bool = True  # a softmax loss of rows and columns, or of rows only
 
-    def of_a_pass(self) -> tuple[RingExchange, Tile, int]:
-        """Return ring, tile and workspace_bytes in the argument order of ring_forward and ring_backward."""
-        return _ring(self.group, self.options), self.tile, self.options.workspace_bytes
+    def ring(self) -> RingExchange:
+        """Return a new ring: each pass has its own, whose buffers are freed with it."""
+        return RingExchange(self.group, ring=self.options.ring, ranks_per_node=self.options.ranks_per_node)
+
+    def blocks(self, rows: Tensor, columns: Tensor, scale: Tensor, hop: int, groups: Groups | None) -> Blocks:
+        """Return a tile's input. At hop 0 the columns are this rank's own, which have the matches."""
+        masked = hop == 0 and self.matches is None
+        return Blocks(rows, columns, scale, masked, self.options.workspace_bytes, groups, self.tile.tf32)
 
     def operands(self, *features: Tensor) -> list[Tensor]:
         """Return the features as operands of the tile."""
@@ -72,6 +80,7 @@ def set_up(
     ids: Mapping[str, Tensor | None] | None = None,
     duplicates: str = "negative",
     matches: Tensor | None = None,
+    both: bool = True,
     invalid: str = "",
 ) -> Setup:
     """Check a call on all ranks.
@@ -84,7 +93,7 @@ def set_up(
         sizes: names of r and c; r and c must be equal if the names are.
         ids: {argument's name: int64 [c] or None}, see loss/duplicates.
         duplicates: role of entries with an equal id.
-        matches: int64 [r], the column that matches each row; None: row i matches column i.
+        matches, both: as in Setup.
         invalid: message about this rank's invalid values, or "".
 
     Raises:
@@ -94,11 +103,12 @@ def set_up(
     compared = _check_features(name, rows, columns, sizes) | check_ids(name, len(columns), ids or {}, duplicates)
     group = checked_group(group)
     tile = select_tile(rows, tile=settings.tile, tile_dtype=settings.tile_dtype)
-    ring = _ring(group, settings)
     if settings.workspace_bytes < 1:
         raise ValueError(f"{name}: workspace_bytes {settings.workspace_bytes} must be positive")
     # Ranks must agree on requires_grad: a side's gradient travels only if it is needed.
     needs = (torch.is_grad_enabled() and rows.requires_grad, torch.is_grad_enabled() and columns.requires_grad)
+    setup = Setup(group, tile, settings, needs, None, matches, both)
+    ring = setup.ring()  # rejects a ring that does not fit the group
     if settings.compare_ranks:
         compared |= {"ranks in a lap": ring.lap, "dtype": rows.dtype, "dtype of products": tile.operand_dtype}
         compared |= {"tf32 products": tile.tf32, "validity of inputs": not invalid}
@@ -110,12 +120,8 @@ def set_up(
     if invalid:
         raise ValueError(invalid)
     column_ids = [one.to(rows.device) for one in (ids or {}).values() if one is not None]
-    row_ids = column_ids if matches is None else [one[matches] for one in column_ids]
-    return Setup(group, tile, settings, find_duplicates(row_ids, column_ids, duplicates), needs)
-
-
-def _ring(group: dist.ProcessGroup | None, options: RingOptions) -> RingExchange:
-    return RingExchange(group, ring=options.ring, ranks_per_node=options.ranks_per_node)
+    row_ids = [one[: len(rows)] if matches is None else one[matches] for one in column_ids]
+    return setup._replace(duplicates=find_duplicates(row_ids, column_ids, duplicates))
 
 
 def _check_features(name: str, rows: Tensor, columns: Tensor, sizes: tuple[str, str]) -> dict[str, int | torch.dtype]:

@@ -7,23 +7,20 @@ In: image and text features [b, D] of this rank, scale and bias. Out: the loss; 
 
 The loss of an entry depends only on its own logit, so the forward computes the gradients too. This costs 3 matmuls
 (6 B^2 D flops), W - 1 hops of b*D operands and W hops of b*D float32. The backward only multiplies the gradients by the
-incoming gradient; until then 2 b*D float32 are kept. If no gradient is needed, the forward is one matmul.
+incoming gradient; until then 2 b*D float32 are kept. A side that needs no gradient costs no matmul.
 Gradient scaling as in loss/inf_cl.
 Source: SigLIP, arXiv 2303.15343, Algorithm 1 (signs) and section 3.3 (the loss in blocks).
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels import Tile
-from infcl.loss.duplicates import Duplicates, travelling
-from infcl.loss.gradients import ring_gradients, row_products
+from infcl.kernels.torch_tile import Gradients
+from infcl.loss.duplicates import travelling
+from infcl.loss.gradients import match_cosines, ring_gradients
 from infcl.loss.inputs import Setup, outside_graphs, reject_double_backward, scalar_like, set_up
-from infcl.loss.ring import RingExchange
 
 
 @outside_graphs
@@ -61,23 +58,16 @@ def siglip_loss(
     ids = {"image_ids": image_ids, "text_ids": text_ids}
     setup = set_up("siglip", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
     scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
-    leaves = image_features, text_features, *scalars
-    wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    return _SigLip.apply(*leaves, setup, wanted)
+    return _SigLip.apply(image_features, text_features, *scalars, setup)
 
 
 class _SigLip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, image_features, text_features, scale, bias, setup: Setup, wanted: bool):
+    def forward(ctx, image_features, text_features, scale, bias, setup: Setup):
         with torch.autocast(image_features.device.type, enabled=False):
             rows, columns = setup.operands(image_features, text_features)
-            if not wanted:
-                loss = ring_loss(rows, columns, scale, bias, *setup.of_a_pass(), duplicates=setup.duplicates)
-                return loss / len(rows)
-            loss, *gradients = ring_loss_and_gradients(
-                rows, columns, scale, bias, *setup.of_a_pass(), duplicates=setup.duplicates, needs=setup.needs
-            )
-        ctx.save_for_backward(scale, *gradients)
+            loss, gradients, d_bias = ring_loss_and_gradients(rows, columns, scale, bias, setup)
+        ctx.save_for_backward(scale, *gradients, d_bias)
         ctx.dtypes, ctx.rows = (image_features.dtype, text_features.dtype), len(rows)
         return loss / len(rows)
 
@@ -91,67 +81,25 @@ class _SigLip(torch.autograd.Function):
             None if side is None else torch.mul(side, factor * scale, out=torch.empty_like(side, dtype=dtype))
             for side, dtype in zip(sides, ctx.dtypes)
         ]
-        return *sides, factor * d_scale, factor * d_bias, None, None
-
-
-def ring_loss(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    ring: RingExchange,
-    tile: Tile,
-    workspace_bytes: int,
-    *,
-    duplicates: Duplicates | None,
-) -> Tensor:
-    """Return the sum of the losses over this rank's rows and all columns, 0-dim."""
-    loss = -F.logsigmoid(row_products(rows, columns) * scale + bias).sum()
-    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
-        loss += tile.sigmoid_forward(
-            rows,
-            block,
-            scale,
-            bias,
-            masked=hop == 0,
-            workspace_bytes=workspace_bytes,
-            groups=None if duplicates is None else duplicates.groups(*ids),
-        )
-    return loss
+        return *sides, factor * d_scale, factor * d_bias, None
 
 
 def ring_loss_and_gradients(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    ring: RingExchange,
-    tile: Tile,
-    workspace_bytes: int,
-    *,
-    duplicates: Duplicates | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Return the sum of the losses, its `ring_gradients` (without the factor scale), and the bias's gradient."""
-    matched = row_products(rows, columns) * scale + bias
+    rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, setup: Setup
+) -> tuple[Tensor, Gradients, Tensor]:
+    """Return the sum of the losses of own rows and all columns, its `ring_gradients`, and the bias's gradient."""
+    cosines, duplicates = match_cosines(rows, columns, setup), setup.duplicates
+    matched = cosines * scale + bias
     slopes = -torch.sigmoid(-matched)
     loss, d_bias = -F.logsigmoid(matched).sum(), slopes.sum()
 
-    def add_tile(hop: int, block: Tensor, ids: Sequence[Tensor], *gradients: Tensor | None) -> None:
-        part, slope = tile.sigmoid_gradients(
-            rows,
-            block,
-            scale,
-            bias,
-            *gradients,
-            masked=hop == 0,
-            workspace_bytes=workspace_bytes,
-            groups=None if duplicates is None else duplicates.groups(*ids),
-        )
+    def add_tile(hop: int, block: Tensor, ids: list[Tensor], gradients: Gradients) -> None:
+        groups = None if duplicates is None else duplicates.groups(*ids)
+        part, slope = setup.tile.sigmoid_gradients(setup.blocks(rows, block, scale, hop, groups), bias, gradients)
         loss.add_(part)
         d_bias.add_(slope)
 
-    d_rows, d_columns, d_scale = ring_gradients(
-        add_tile, rows, columns, slopes, ring, with_columns=travelling(duplicates), needs=needs
+    gradients = ring_gradients(
+        add_tile, rows, columns, setup, slopes=slopes, cosines=cosines, travelling=travelling(duplicates)
     )
-    return loss, d_rows, d_columns, d_scale, d_bias
+    return loss, gradients, d_bias

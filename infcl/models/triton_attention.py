@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.triton_statistics import LOG2E
+from infcl.kernels.triton_launch import LOG2E
 from infcl.models.triton_attention_blocks import (
     BLOCK,
     TAIL,

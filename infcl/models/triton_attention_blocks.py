@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.triton_statistics import LOG2E
+from infcl.kernels.triton_launch import LOG2E
 
 BLOCK, TAIL = 64, 16
 _LAUNCH = {"B": BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}

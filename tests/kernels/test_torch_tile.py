@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infcl.kernels import select_tile, torch_tile
+from infcl.kernels.torch_tile import Blocks, Gradients
 
 
 def _block(rows, columns, dim=24):
@@ -27,33 +28,25 @@ def _block(rows, columns, dim=24):
 def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, masked, workspace_bytes):
     r, c, scale = _block(rows, columns)
     bias = torch.tensor(-3.0, dtype=torch.float64)
-    options = {"masked": masked, "workspace_bytes": workspace_bytes}
+    blocks = Blocks(r, c, scale, masked, workspace_bytes)
     dense, eye = scale * r @ c.T, torch.eye(rows, columns, dtype=torch.bool) & masked
     logits = dense.masked_fill(eye, -math.inf)
-
-    row_lse, col_lse, matched = torch_tile.softmax_forward(r, c, scale, **options)
-    torch.testing.assert_close((row_lse, col_lse), (logits.logsumexp(1), logits.logsumexp(0)))
-    if masked:
-        torch.testing.assert_close(matched, dense.diagonal())
-    else:
-        assert matched is None
+    torch.testing.assert_close(torch_tile.softmax_forward(blocks), (logits.logsumexp(1), logits.logsumexp(0)))
 
     # Statistics of a larger batch: this block's probabilities sum to less than one.
     row_lse, col_lse = dense.logsumexp(1) + 0.5, dense.logsumexp(0) + 1.0
     d_logits = ((logits - row_lse[:, None]).exp() + (logits - col_lse).exp()) / 2
-    d_rows, d_columns, d_scale = torch.ones_like(r), torch.ones_like(c), torch.ones_like(scale)
-    torch_tile.softmax_backward(r, c, scale, row_lse, col_lse, d_rows, d_columns, d_scale, **options)
-    torch.testing.assert_close((d_rows, d_columns), (1 + d_logits @ c, 1 + d_logits.T @ r))
-    torch.testing.assert_close(d_scale, 1 + (d_logits * (r @ c.T)).sum())
+    gradients = Gradients(torch.ones_like(r), torch.ones_like(c), torch.ones_like(scale))
+    torch_tile.softmax_backward(blocks, row_lse, col_lse, gradients)
+    torch.testing.assert_close(gradients[:2], (1 + d_logits @ c, 1 + d_logits.T @ r))
+    torch.testing.assert_close(gradients.scale, 1 + (d_logits * (r @ c.T)).sum())
 
     logits = logits + bias
-    loss = torch_tile.sigmoid_forward(r, c, scale, bias, **options)
-    torch.testing.assert_close(loss, -F.logsigmoid(-logits).sum())
-    d_rows, d_columns, d_scale = torch.zeros_like(r), torch.zeros_like(c), torch.zeros_like(scale)
-    sums = torch_tile.sigmoid_gradients(r, c, scale, bias, d_rows, d_columns, d_scale, **options)
-    torch.testing.assert_close(sums, (loss, logits.sigmoid().sum()))
-    torch.testing.assert_close((d_rows, d_columns), (logits.sigmoid() @ c, logits.sigmoid().T @ r))
-    torch.testing.assert_close(d_scale, (logits.sigmoid() * (r @ c.T)).sum())
+    gradients = Gradients(torch.zeros_like(r), torch.zeros_like(c), torch.zeros_like(scale))
+    sums = torch_tile.sigmoid_gradients(blocks, bias, gradients)
+    torch.testing.assert_close(sums, (-F.logsigmoid(-logits).sum(), logits.sigmoid().sum()))
+    torch.testing.assert_close(gradients[:2], (logits.sigmoid() @ c, logits.sigmoid().T @ r))
+    torch.testing.assert_close(gradients.scale, (logits.sigmoid() * (r @ c.T)).sum())
 
 
 def test_the_scale_gradient_of_a_large_chunk_is_summed_precisely():
@@ -61,11 +54,11 @@ def test_the_scale_gradient_of_a_large_chunk_is_summed_precisely():
     sums = []
     for dtype in (torch.float32, torch.float64):
         r, c, scale = (t.to(dtype) for t in _block(4096, 4096, dim=16))
-        lse, d_scale = r.new_full((4096,), 10.0), torch.zeros_like(scale)
-        options = {"masked": True, "workspace_bytes": 2**29}
-        torch_tile.softmax_backward(r, c, scale, lse, lse, None, None, d_scale, **options)
-        torch_tile.sigmoid_gradients(r, c, scale, scale - 30, None, None, d_scale, **options)
-        sums.append(d_scale.double())
+        lse, gradients = r.new_full((4096,), 10.0), Gradients(None, None, torch.zeros_like(scale))
+        blocks = Blocks(r, c, scale, True, 2**29)
+        torch_tile.softmax_backward(blocks, lse, lse, gradients)
+        torch_tile.sigmoid_gradients(blocks, scale - 30, gradients)
+        sums.append(gradients.scale.double())
     torch.testing.assert_close(*sums, rtol=3e-7, atol=0)
 
 
@@ -85,12 +78,10 @@ def test_nothing_larger_than_features_or_workspace_is_made():
     workspace_bytes = 4 * 4 * 32 * 32
     for rows in (64, 256):
         r, c, scale = (t.float() for t in _block(rows, rows, dim=16))
+        blocks = Blocks(r, c, scale, True, workspace_bytes)
         with _LargestTensor() as largest:
-            row_lse, col_lse, _ = torch_tile.softmax_forward(r, c, scale, masked=True, workspace_bytes=workspace_bytes)
-            torch_tile.softmax_backward(
-                r, c, scale, row_lse, col_lse, torch.zeros_like(r), torch.zeros_like(c), torch.zeros_like(scale),
-                masked=True, workspace_bytes=workspace_bytes,
-            )  # fmt: skip
+            statistics = torch_tile.softmax_forward(blocks)
+            torch_tile.softmax_backward(blocks, *statistics, Gradients(*map(torch.zeros_like, blocks[:3])))
         assert largest.elements <= max(rows * 16, 32 * 32)
 
 

@@ -4,6 +4,7 @@ Each check takes a device. On a CPU they run in a process of their own, since TR
 is imported: `TRITON_INTERPRET=1 python -m tests.kernels.test_triton_tile`. Without bf16 products; a GPU has them.
 """
 
+import itertools
 import math
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.kernels import select_tile, torch_tile
+from infcl.kernels.torch_tile import Blocks, Gradients
 from infcl.loss.inputs import rounded_to_tf32
 from tests.lib.checkout import ROOT
 from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
@@ -31,52 +33,41 @@ def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**1
     tile = select_tile(row_features, tile="triton")
     # The gradient's error comes from rounding dS once to the operand type; float32 logits of 100 are good to 1e-5.
     tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}[dtype]
-    for workspace_bytes in workspaces:
-        for masked in (True, False):
-            bounds = {"masked": masked, "workspace_bytes": workspace_bytes}
-            reference = torch_tile.softmax_forward(*wide, **bounds)
-            result = tile.softmax_forward(row_features, column_features, scale, **bounds)
-            for value, expected in zip(result, reference):
-                if expected is not None:
-                    assert value.dtype == torch.float32 and value.shape == expected.shape
-                    torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=3e-5)
-            whole = reference if not masked else torch_tile.softmax_forward(*wide, masked=False, workspace_bytes=2**22)
-            shift = 0.5 if masked else 12.0  # as of a larger, or much larger, batch
-            row_lse, col_lse = whole[0] + shift, whole[1] + shift
-            expected = [torch.zeros_like(x) for x in wide]
-            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
+    for workspace_bytes, masked in itertools.product(workspaces, (True, False)):
+        bounds = masked, workspace_bytes
+        given, exact = Blocks(row_features, column_features, scale, *bounds), Blocks(*wide, *bounds)
+        where = rows, columns, dim, kind, scale, dtype, bounds
+        reference = torch_tile.softmax_forward(exact)
+        for value, expected in zip(tile.softmax_forward(given), reference):
+            assert value.dtype == torch.float32 and value.shape == expected.shape
+            torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=3e-5)
+        whole = torch_tile.softmax_forward(exact._replace(masked=False)) if masked else reference
+        shift = 0.5 if masked else 12.0  # as of a larger, or much larger, batch
+        row_lse, col_lse = whole[0] + shift, whole[1] + shift
+        for columns_lse in (col_lse, None):  # None: the loss of the rows alone
+            expected, value = _zeros(wide, torch.float64), _zeros(wide, torch.float32)
             for _ in range(2 if kind == "random" else 1):  # gradients are added to what is there
-                torch_tile.softmax_backward(*wide, row_lse, col_lse, *expected, **bounds)
+                torch_tile.softmax_backward(exact, row_lse, columns_lse, expected)
                 tile.softmax_backward(
-                    row_features, column_features, scale, row_lse.float(), col_lse.float(), *value, **bounds
+                    given, row_lse.float(), None if columns_lse is None else columns_lse.float(), value
                 )
             for v, e in zip(value[:2], expected):
                 error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
-                assert error < tolerance, (rows, columns, dim, kind, scale, dtype, bounds, error)
-            _check_scale_gradient(value[2], expected[2], wide, math.exp(-shift))
+                assert error < tolerance, (*where, columns_lse is None, error)
+            _check_scale_gradient(value.scale, expected.scale, wide, math.exp(-shift))
 
-            expected = [torch.zeros_like(x) for x in wide]  # the loss of the rows alone
-            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
-            torch_tile.softmax_backward(*wide, row_lse, None, *expected, **bounds)
-            tile.softmax_backward(row_features, column_features, scale, row_lse.float(), None, *value, **bounds)
-            _check_scale_gradient(value[2], expected[2], wide, math.exp(-shift))
-            for v, e in zip(value[:2], expected):
-                error = relative_error(v, e, floor=1e-2 * math.exp(-shift))
-                assert error < tolerance, ("rows alone", rows, columns, dim, kind, scale, dtype, bounds, error)
+        expected, value = _zeros(wide, torch.float64), _zeros(wide, torch.float32)
+        sums = torch_tile.sigmoid_gradients(exact, bias.double(), expected)
+        for got, true in zip(tile.sigmoid_gradients(given, bias, value), sums):
+            torch.testing.assert_close(got.double(), true, rtol=1e-5, atol=1e-4)
+        _check_scale_gradient(value.scale, expected.scale, wide, columns)
+        for v, e in zip(value[:2], expected):
+            error = relative_error(v, e, floor=1e-2)
+            assert error < tolerance, (*where, error)
 
-            reference = torch_tile.sigmoid_forward(*wide, bias.double(), **bounds)
-            result = tile.sigmoid_forward(row_features, column_features, scale, bias, **bounds)
-            torch.testing.assert_close(result.double(), reference, rtol=1e-5, atol=1e-4)
-            expected = [torch.zeros_like(x) for x in wide]
-            sums = torch_tile.sigmoid_gradients(*wide, bias.double(), *expected, **bounds)
-            value = [torch.zeros_like(e, dtype=torch.float32) for e in expected]
-            result = tile.sigmoid_gradients(row_features, column_features, scale, bias, *value, **bounds)
-            for got, true in zip(result, sums):
-                torch.testing.assert_close(got.double(), true, rtol=1e-5, atol=1e-4)
-            _check_scale_gradient(value[2], expected[2], wide, columns)
-            for v, e in zip(value[:2], expected):
-                error = relative_error(v, e, floor=1e-2)
-                assert error < tolerance, (rows, columns, dim, kind, scale, dtype, bounds, error)
+
+def _zeros(like, dtype):
+    return Gradients(*(torch.zeros_like(x, dtype=dtype) for x in like))
 
 
 def _check_scale_gradient(value, expected, wide, row_mass):

@@ -9,9 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
-from infcl.kernels import select_tile
-from infcl.loss.inf_cl import Kind, cross_entropies, ring_backward, ring_forward
-from infcl.loss.ring import RingExchange
+from infcl.loss.inf_cl import cross_entropies, ring_backward, ring_forward
+from infcl.loss.inputs import set_up
 from tests.lib.loss_oracle import FEATURES, Case, averaged, evaluate, evaluate_on_rank, features, oracle, relative_error
 from tests.lib.ranks import rejected, run_ranks
 
@@ -124,14 +123,15 @@ def test_upstream_gradient_multiplies_all_gradients():
 def test_ring_functions_need_no_autograd():
     images, texts = features("random", 11, 24, torch.float64)
     scale = torch.tensor(5.0, dtype=torch.float64)
-    tile, ring = select_tile(images), RingExchange(None)
-    losses, matched, _ = ring_forward(images, texts, scale, ring, tile, 1000, Kind())
+    setup = set_up("inf_cl", images.requires_grad_(), texts.requires_grad_(), None, {"workspace_bytes": 1000})
+    images, texts = images.detach(), texts.detach()
+    losses, cosines, _ = ring_forward(images, texts, scale, setup)
     logits = scale * images @ texts.T
     torch.testing.assert_close(losses[0], logits.logsumexp(1) - logits.diagonal())
     torch.testing.assert_close(losses[1], logits.logsumexp(0) - logits.diagonal())
-    torch.testing.assert_close(matched, logits.diagonal())
+    torch.testing.assert_close(scale * cosines, logits.diagonal())
     d_logits = (logits.softmax(1) + logits.softmax(0)) / 2 - torch.eye(11)
-    d_rows, d_columns, d_scale = ring_backward(images, texts, scale, losses, matched, ring, tile, 1000, Kind())
+    d_rows, d_columns, d_scale = ring_backward(images, texts, scale, losses, cosines, setup)
     torch.testing.assert_close(d_scale, (d_logits * (images @ texts.T)).sum())
     torch.testing.assert_close(d_rows, d_logits @ texts)
     torch.testing.assert_close(d_columns, d_logits.T @ images)
