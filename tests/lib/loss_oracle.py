@@ -3,6 +3,7 @@
 Also the features of tests, and the evaluation of a loss on each rank's share of a global batch.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,8 +12,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.contrastive import ContrastiveLoss
+from tests.lib.ranks import run_ranks
 
+# the tiled losses as functions of two sides
+LIBRARY = {
+    "inf_cl": lambda a, b, **options: inf_cl_loss(a, b, 10.0, **options),
+    "module": lambda a, b, group, **options: InfCLLoss(group=group, **options)(a, b, 10.0),
+    "siglip": lambda a, b, **options: siglip_loss(a, b, 10.0, -3.0, **options),
+    "info_nce": lambda a, b, **options: info_nce_loss(a, b, torch.arange(len(a)), 10.0, **options),
+    "nt_xent": lambda a, b, **options: nt_xent_loss(a, b, 10.0, **options),
+}
 FEATURES = ("random", "aligned", "equal", "near", "zero", "opposite", "long", "apart")
 
 
@@ -27,7 +38,7 @@ class Evaluation(NamedTuple):
 class Case(NamedTuple):
     """A loss and the features of a global batch of `rows` pairs."""
 
-    name: str
+    name: str  # one of ContrastiveLoss, "info_nce" or "nt_xent"
     rows: int
     dim: int
     scale: float
@@ -35,6 +46,24 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     bias: float = 0.0
     workspace_bytes: int = 4 * 7 * 4 * 4  # chunks of about 5 x 5: many uneven ones
+    columns: int = 0  # texts or documents, if they are not as many as the rows
+    positives: str = "distinct"  # of info_nce: "distinct" or "shared"
+    captions: int | None = None  # per image; further texts of an image are hard negatives
+    duplicates: str = "negative"
+    ids: str = "none"  # how ids are drawn
+    kinds: str = "image"  # of ids: "image", "text" or "both"
+
+    def on(self, world_size: int) -> "Case":
+        """Return the case with as many rows and columns on every rank as this one has."""
+        return self._replace(rows=self.rows * world_size, columns=self.columns * world_size)
+
+
+class Batch(NamedTuple):
+    images: Tensor
+    texts: Tensor
+    image_ids: Tensor  # of info_nce: of the documents
+    text_ids: Tensor
+    positives: Tensor  # [W, q] among a rank's own documents
 
 
 def features(
@@ -68,36 +97,102 @@ def features(
     return images.to(dtype).clone(), texts.to(dtype).clone()
 
 
-def oracle(case: Case, rounded: Callable[[Tensor], Tensor] = torch.clone) -> Evaluation:
+def draw_ids(how: str, count: int, generator: torch.Generator) -> Tensor:
+    """Return int64 [count]; equal ids are anywhere, ids are of both signs and far apart."""
+    sizes = {"none": [1], "pairs": [1, 2], "few": [1, 2, 5], "to 300": [1, 7, 300, 40], "one": [count]}[how]
+    numbers = torch.arange(len(sizes) * count).repeat_interleave(torch.tensor(sizes * count))[:count]
+    return (numbers - 3)[torch.randperm(count, generator=generator)] * (2**62 // count)
+
+
+def global_batch(case: Case, world_size: int = 1) -> Batch:
+    images, texts = features(case.kind, case.rows, case.dim, case.dtype)
+    generator = torch.Generator().manual_seed(case.rows)
+    if case.columns:
+        texts = torch.randn(case.columns, case.dim, generator=generator, dtype=torch.float64)
+        texts = F.normalize(texts, dim=1).to(case.dtype)
+    queries, documents = case.rows // world_size, len(texts) // world_size
+    if case.positives == "in order":
+        positives = [torch.arange(queries)] * world_size
+    elif case.positives == "distinct" and queries <= documents:
+        positives = [torch.randperm(documents, generator=generator)[:queries] for _ in range(world_size)]
+    else:
+        positives = [torch.randint(0, documents, (queries,), generator=generator) for _ in range(world_size)]
+    count = len(texts) if case.name == "info_nce" else case.rows
+    ids = [draw_ids(case.ids, count, generator) for _ in range(2)]
+    return Batch(images, texts, *ids, torch.stack(positives))
+
+
+def oracle(case: Case, rounded: Callable[[Tensor], Tensor] = torch.clone, world_size: int = 1) -> Evaluation:
     """Evaluate the reference. `rounded` is applied to the features first, as a tile with lower precision does."""
-    images, texts = (rounded(side) for side in features(case.kind, case.rows, case.dim, case.dtype))
-    images, texts = images.double().requires_grad_(), texts.double().requires_grad_()
+    batch = global_batch(case, world_size)
+    images, texts = (rounded(side).double().requires_grad_() for side in batch[:2])
     scale = torch.tensor(case.scale, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(case.bias, dtype=torch.float64, requires_grad=True)
-    logits = scale * images @ texts.T + bias
-    if case.name == "siglip":
-        sign = 2 * torch.eye(case.rows, dtype=torch.float64) - 1
-        loss = -F.logsigmoid(sign * logits).sum() / case.rows
-    else:
-        labels = torch.arange(case.rows)
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    loss = _dense(case, batch, images, texts, scale, bias)
     loss.backward()
-    return Evaluation(loss.detach(), images.grad, texts.grad, scale.grad, bias.grad)
+    d_bias = torch.zeros(()) if bias.grad is None else bias.grad
+    return Evaluation(loss.detach(), images.grad, texts.grad, scale.grad, d_bias)
+
+
+def _dense(case: Case, batch: Batch, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """The definitions: `own` are the entries of matches, `same` further ones that share an id."""
+    if case.name == "nt_xent":
+        views = torch.cat([images, texts])
+        logits = (scale * views @ views.T).masked_fill(torch.eye(len(views), dtype=torch.bool), -math.inf)
+        return F.cross_entropy(logits, torch.arange(len(views)).roll(len(images)))
+    logits, each = scale * images @ texts.T, len(texts) // len(images) if case.captions else 1
+    kinds = [ids for ids, kind in zip(batch[2:4], ("image", "text")) if case.kinds in (kind, "both")]
+    if case.name == "info_nce":
+        world_size, rank_documents = len(batch.positives), len(texts) // len(batch.positives)
+        labels = (batch.positives + torch.arange(world_size)[:, None] * rank_documents).flatten()
+        own = F.one_hot(labels, len(texts)).bool()
+        same = batch.image_ids[labels][:, None] == batch.image_ids
+    else:
+        image_of, is_caption = torch.arange(len(texts)) // each, torch.arange(len(texts)) % each < (case.captions or 1)
+        own = (torch.arange(len(images))[:, None] == image_of) & is_caption
+        same = sum((ids[:, None] == ids[image_of]) & is_caption for ids in kinds) > 0
+    excluded, positive = same & ~own & (case.duplicates == "mask"), own | same & (case.duplicates == "positive")
+    if case.name == "siglip":
+        losses = -F.logsigmoid(torch.where(positive, 1.0, -1.0) * (logits + bias))
+        return losses.masked_fill(excluded, 0).sum() / len(images)
+    logits = logits.masked_fill(excluded, -math.inf)
+    rows = _softmax(logits, positive)
+    return rows if case.name == "info_nce" else (rows + _softmax(logits.T[is_caption], positive.T[is_caption])) / 2
+
+
+def _softmax(logits: Tensor, positive: Tensor) -> Tensor:
+    return (logits.logsumexp(1) - logits.where(positive, 0).sum(1) / positive.sum(1)).mean()
 
 
 def evaluate(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu", **options) -> Evaluation:
     """Evaluate the loss under test on this rank's rows of the case's global batch."""
-    rows = case.rows // world_size
-    mine = slice(rank * rows, (rank + 1) * rows)
-    images, texts = (f[mine].to(device).requires_grad_() for f in features(case.kind, case.rows, case.dim, case.dtype))
+    batch = global_batch(case, world_size)
+    images, texts, *ids = (side.chunk(world_size)[rank].clone().to(device) for side in batch[:4])
+    images.requires_grad_(), texts.requires_grad_()
     scalar = {"dtype": torch.promote_types(case.dtype, torch.float32), "device": device, "requires_grad": True}
     scale, bias = torch.tensor(case.scale, **scalar), torch.tensor(case.bias, **scalar)
     group = dist.group.WORLD if world_size > 1 else None
-    loss = ContrastiveLoss(case.name, group=group, **{"workspace_bytes": case.workspace_bytes, **options})
-    value = loss(images, texts, scale, bias)
+    options = {"group": group, "workspace_bytes": case.workspace_bytes, **options}
+    if case.name == "nt_xent":
+        value = nt_xent_loss(images, texts, scale, **options)
+    elif case.name == "info_nce":
+        options |= {"document_ids": ids[0], "duplicates": case.duplicates}
+        value = info_nce_loss(images, texts, batch.positives[rank].to(device), scale, **options)
+    else:
+        names = zip(ids, ("image", "text"))
+        given = {f"{kind}_ids": one for one, kind in names if case.kinds in (kind, "both")}
+        loss = ContrastiveLoss(case.name, duplicates=case.duplicates, captions=case.captions, **options)
+        value = loss(images, texts, scale, bias, **given if case.duplicates != "negative" else {})
     value.backward()
     d_bias = torch.zeros(()) if bias.grad is None else bias.grad.cpu()
     return Evaluation(value.detach().cpu(), images.grad.cpu(), texts.grad.cpu(), scale.grad.cpu(), d_bias)
+
+
+def over_ranks(cases: list[Case], world_size: int, **options) -> list[Evaluation]:
+    """Evaluate global cases on `world_size` ranks; return their averages."""
+    if world_size == 1:
+        return [evaluate(case, **options) for case in cases]
+    return [averaged(list(results)) for results in zip(*run_ranks(evaluate_on_rank, world_size, cases, options))]
 
 
 def evaluate_on_rank(rank: int, world_size: int, cases: list[Case], options: dict) -> list[Evaluation]:

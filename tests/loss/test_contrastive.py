@@ -7,25 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl import info_nce_loss
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
 from infcl.loss.gradients import add_rows
 from infcl.loss.ring import RingExchange
-from tests.lib.loss_oracle import Case, features, oracle, relative_error
+from tests.lib.loss_oracle import LIBRARY, features
 from tests.lib.ranks import rejected, run_ranks
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_is_a_float32_scalar_untouched_by_autocast(name):
-    case = Case(name, 11, 24, 20.0, bias=-2.0)
-    images, texts = features(case.kind, case.rows, case.dim)
-    images.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = ContrastiveLoss(name)(images, texts, case.scale, case.bias)
-    loss.backward()
-    assert loss.shape == () and loss.dtype == torch.float32
-    assert relative_error(loss.detach(), oracle(case).loss) < 1e-6
-    assert relative_error(images.grad, oracle(case).d_images) < 1e-5
 
 
 def _local_batches(rank, world_size):
@@ -81,22 +68,12 @@ def _fixed_shape(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_fixed_shape_is_compared_once_and_a_change_is_rejected_with_the_numbers(world_size, name):
-    results = run_ranks(_fixed_shape, world_size, name)
+def test_a_fixed_shape_is_compared_once_and_a_change_is_rejected_with_the_numbers(name):
+    results = run_ranks(_fixed_shape, 2, name)
     for unequal, losses, compared, _ in results:
-        assert str([4, 5, 6][:world_size]) in unequal
+        assert "[4, 5]" in unequal
         assert all(got == expected for got, expected in losses) and compared == 1
     assert "rank 1 has features of shape (6, 24), all ranks had (5, 24)" in results[1][-1]
-
-
-LIBRARY = {
-    "inf_cl": lambda a, b, **options: inf_cl_loss(a, b, 10.0, **options),
-    "module": lambda a, b, group, **options: InfCLLoss(group=group, **options)(a, b, 10.0),
-    "siglip": lambda a, b, **options: siglip_loss(a, b, 10.0, -3.0, **options),
-    "info_nce": lambda a, b, **options: info_nce_loss(a, b, torch.arange(5), 10.0, **options),
-    "nt_xent": lambda a, b, **options: nt_xent_loss(a, b, 10.0, **options),
-}
 
 
 def _comparisons(rank, world_size):
@@ -116,18 +93,6 @@ def _comparisons(rank, world_size):
 def test_no_tiled_loss_compares_ranks_with_compare_ranks_false():
     for found in run_ranks(_comparisons, 2):
         assert found == dict.fromkeys(LIBRARY, (1, 0, True))
-
-
-def _disagreeing(rank, world_size):
-    """Messages where rank 1 wants another precision."""
-    pairs, dtypes = features("random", 4, 8), ("fp16", "tf32") if rank == 1 else ("bf16", "fp32")
-    return [rejected(inf_cl_loss, *pairs, 1.0, group=dist.group.WORLD, tile_dtype=dtype) for dtype in dtypes]
-
-
-def test_ranks_with_different_matmul_precisions_are_rejected():
-    for products, tf32 in run_ranks(_disagreeing, 2):
-        assert "same dtype of products on every rank" in products and "'torch.float16'" in products
-        assert "same tf32 products on every rank; ranks 0.. have [0, 1]" in tf32
 
 
 @pytest.mark.parametrize("name", LIBRARY)

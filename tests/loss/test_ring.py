@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl import inf_cl_loss
 from infcl.loss.links import lap_length, second_group
 from infcl.loss.ring import RingExchange
-from tests.lib.loss_oracle import features
+from tests.lib.loss_oracle import LIBRARY, features
 from tests.lib.ranks import run_ranks
 
 
@@ -36,18 +37,11 @@ def _go_round_world(rank, world_size, options):
     return _go_round(RingExchange(dist.group.WORLD, **options), rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_block_visits_every_rank_and_its_sum_comes_home(world_size):
-    for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, {})):
-        visitors = [(rank - hop) % world_size for hop in range(world_size)]
-        assert seen == [([[float(v)] * 2] * 3, [v]) for v in visitors]
-        assert total == [[float("1" * world_size)] * 2] * 3
-
-
-@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2), (2, 4), (4, 2)])
-def test_a_two_level_ring_goes_round_each_node_once_per_node(nodes, ranks_per_node):
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (4, 2)])
+def test_every_block_visits_every_rank_and_its_sum_comes_home(nodes, ranks_per_node):
+    """Round the ranks of a node, once per node."""
     world_size = nodes * ranks_per_node
-    options = {"ring": "two-level", "ranks_per_node": ranks_per_node}
+    options = {"ring": "two-level", "ranks_per_node": ranks_per_node} if nodes > 1 else {}
     for rank, (seen, total) in enumerate(run_ranks(_go_round_world, world_size, options)):
         node, place = divmod(rank, ranks_per_node)
         visitors = [
@@ -70,26 +64,17 @@ def _live_parts(rank, world_size, name):
             found.append(len(live))
         return made
 
-    generator = torch.Generator().manual_seed(rank)
-    first, second = (torch.randn(12, 8, generator=generator).requires_grad_() for _ in range(2))
-    group = dist.group.WORLD
+    pair = [side.requires_grad_() for side in features("random", 12, 8, seed=rank)]
     with mock.patch.object(RingExchange, "part", counted):
-        losses = {
-            "inf_cl": lambda: inf_cl_loss(first, second, 10.0, group=group),
-            "siglip": lambda: siglip_loss(first, second, 10.0, -5.0, group=group),
-            "info_nce": lambda: info_nce_loss(first, second, torch.arange(12), 10.0, group=group),
-            "nt_xent": lambda: nt_xent_loss(first, second, 10.0, group=group),
-        }
-        losses[name]().backward()
+        LIBRARY[name](*pair, group=dist.group.WORLD).backward()
     return found
 
 
-@pytest.mark.parametrize("name", ["inf_cl", "siglip", "info_nce", "nt_xent"])
+@pytest.mark.parametrize("name", LIBRARY)
 def test_one_part_at_a_time_has_memory_of_its_own(name):
     """In addition to two buffers, in which the first is computed: as many float32 blocks as the planner counts."""
-    for world_size in (2, 5):
-        for found in run_ranks(_live_parts, world_size, name):
-            assert found == [1] * (world_size - 1)
+    for found in run_ranks(_live_parts, 3, name):
+        assert found == [1, 1]
 
 
 def _count_messages(rank, world_size, options):
@@ -140,28 +125,32 @@ def test_an_impossible_two_level_ring_is_rejected_with_the_numbers():
         RingExchange(None, ranks_per_node=0)
 
 
-def _hang(rank, world_size):
-    """Rank 1 goes one hop and stops; what the others say after three seconds."""
+def _leave(rank, world_size, folder, how):
+    """Rank 1 goes one hop and hangs or dies; what the others say after three seconds."""
     dist.barrier()
-    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3))
-    ring = RingExchange(group)
+    ring = RingExchange(dist.new_group(list(range(world_size)), timeout=timedelta(seconds=3)))
+    ring.post("block 0", torch.zeros(3))
+    ring.wait("block 0")
+    if rank == 1 and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        ring.post("block 0", torch.zeros(3))
-        ring.wait("block 0")
-        return "hung"
+        return
     try:
         for _ in ring.blocks(torch.zeros(3)):
             pass
     except RuntimeError as error:
-        return str(error)
+        (folder / str(rank)).write_text(str(error))
 
 
-def test_a_rank_that_hangs_ends_in_an_error_that_names_the_step_and_the_peer():
-    answers = run_ranks(_hang, 3)
-    assert answers[1] == "hung"
-    assert all("ring step 2 of 3" in answers[rank] and "'block 0'" in answers[rank] for rank in (0, 2))
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+def test_a_rank_that_leaves_ends_in_an_error_that_names_the_step_and_the_peer(how, tmp_path):
+    with pytest.raises((EOFError, ConnectionResetError)) if how == "dies" else nullcontext():
+        run_ranks(_leave, 3, tmp_path, how)
+    messages = {rank: (tmp_path / str(rank)).read_text() for rank in ((0,) if how == "dies" else (0, 2))}
+    for rank, message in messages.items():
+        assert f"ring step 1 of 3: rank {rank} could not pass 'block 0'" in message
     # Whoever gives up first names the culprit; the other may be told by the one that gave up.
-    assert "to rank 1" in answers[0] or "from rank 1" in answers[2]
+    assert "to rank 1" in messages[0] or "from rank 1" in messages.get(2, "")
 
 
 def _never_come(rank, world_size, comes_to, compare_ranks):
@@ -181,39 +170,18 @@ def _never_come(rank, world_size, comes_to, compare_ranks):
         return "forward" if loss is None else "backward", str(error)
 
 
-@pytest.mark.parametrize("comes_to, phase", [(0, "forward"), (1, "backward")])
-def test_a_rank_that_does_not_start_a_pass_of_the_loss_is_reported(comes_to, phase):
-    answers = run_ranks(_never_come, 2, comes_to, False)
-    assert answers[1] == "never came"
-    assert answers[0][0] == phase
-    assert "ring step 1 of 2: rank 0 could not pass" in answers[0][1] and "rank 1 (global ranks)" in answers[0][1]
-
-
-def test_a_rank_that_does_not_join_the_comparison_is_reported():
-    answers = run_ranks(_never_come, 2, 0, True)
-    assert answers[0][0] == "forward"
-    assert "inf_cl: rank 0 could not compare its rows, " in answers[0][1] and "of ranks [0, 1]" in answers[0][1]
-
-
-def _die(rank, world_size, folder):
-    dist.barrier()
-    ring = RingExchange(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
-    ring.post("block", torch.zeros(3))
-    ring.wait("block")
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        for _ in ring.blocks(torch.zeros(3)):
-            pass
-    except RuntimeError as error:
-        (folder / "message").write_text(str(error))
-
-
-def test_a_rank_that_dies_ends_in_an_error_that_names_the_step_and_the_peer(tmp_path):
-    with pytest.raises((EOFError, ConnectionResetError)):
-        run_ranks(_die, 2, tmp_path)
-    message = (tmp_path / "message").read_text()
-    assert "ring step 1 of 2: rank 0 could not pass 'block 0'" in message and "rank 1" in message
+@pytest.mark.parametrize(
+    "comes_to, compare_ranks, phase, message",
+    [
+        (0, False, "forward", "ring step 1 of 2: rank 0 could not pass"),
+        (1, False, "backward", "ring step 1 of 2: rank 0 could not pass"),
+        (0, True, "forward", "inf_cl: rank 0 could not compare its rows, "),
+    ],
+)
+def test_a_rank_that_does_not_start_a_pass_of_the_loss_is_reported(comes_to, compare_ranks, phase, message):
+    (failed, text), other = run_ranks(_never_come, 2, comes_to, compare_ranks)
+    assert other == "never came" and failed == phase
+    assert message in text and ("of ranks [0, 1]" if compare_ranks else "rank 1 (global ranks)") in text
 
 
 def test_ring_of_one_rank_is_a_no_op():

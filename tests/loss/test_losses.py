@@ -1,0 +1,303 @@
+"""Every loss over the ring equals its definition in dense float64: value and all gradients, at any number of ranks."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl.loss.captions import captions_loss
+from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, global_batch, oracle, over_ranks, relative_error
+from tests.lib.ranks import rejected, run_ranks
+
+FLOAT64 = torch.float64
+CASES = [Case("inf_cl", 17, *case) for case in itertools.product((24, 100, 513, 640), (1.0, 14.3, 100.0))]
+CASES += [
+    Case("siglip", 9, dim, scale, bias=bias)
+    for dim in (24, 640)
+    for scale, bias in ((1.0, 0.0), (10.0, -10.0), (100.0, -5.0))
+]
+CASES += [Case(name, 7, 40, scale) for name in ("clip", "open_clip", "disco") for scale in (1.0, 100.0)]
+CASES += [
+    Case("info_nce", 7, 24, 20.0, columns=23),
+    Case("info_nce", 9, 40, 100.0, columns=13, positives="shared"),
+    Case("info_nce", 11, 24, 10.0, columns=5),  # more queries than documents
+    Case("info_nce", 1, 24, 5.0),
+]
+CASES += [
+    Case("nt_xent", 11, 24, 10.0),
+    Case("nt_xent", 1, 24, 10.0),
+    Case("nt_xent", 7, 40, 100.0),
+    Case("nt_xent", 6, 24, 20.0, "equal"),
+    Case("nt_xent", 9, 24, 50.0, "aligned"),
+]
+CASES += [  # several captions of an image, and hard negatives
+    Case("inf_cl", 5, 24, 20.0, columns=10, captions=2),
+    Case("inf_cl", 7, 40, 100.0, columns=28, captions=3, duplicates="positive", ids="pairs"),
+    Case("inf_cl", 6, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few"),
+    Case("inf_cl", 3, 24, 10.0, columns=6, captions=1),
+    Case("inf_cl", 1, 24, 5.0, columns=3, captions=2),
+]
+IDS = [
+    Case("", 7, 24, 5.0, "apart", FLOAT64, ids="pairs", kinds="text"),
+    Case("", 13, 40, 100.0, "apart", FLOAT64, ids="few", kinds="both"),
+    Case("", 151, 24, 20.0, "apart", FLOAT64, ids="to 300", workspace_bytes=4000),
+    Case("", 5, 1000, 100.0, "apart", FLOAT64, ids="one"),
+    Case("", 31, 72, 30.0, "apart", ids="few", kinds="both"),
+    Case("", 9, 24, 10.0, "apart", FLOAT64),
+]
+for case, mode in itertools.product(IDS, ("mask", "positive")):
+    CASES += [case._replace(name=name, duplicates=mode, bias=-case.scale / 2) for name in ("inf_cl", "siglip")]
+    queries, documents = case.rows, case.rows * 5 // 2 + 1
+    queries, documents = (documents, queries) if case.kinds == "text" else (queries, documents)
+    sizes = {"rows": queries, "columns": documents, "positives": "shared"}
+    CASES.append(case._replace(name="info_nce", duplicates=mode, kind="random", **sizes))
+
+
+@pytest.mark.parametrize(
+    "world_size, options",
+    [(1, {}), (2, {}), (3, {}), (4, {}), (4, {"ring": "two-level", "ranks_per_node": 2})],
+)
+def test_losses_equal_their_dense_float64_definition(world_size, options):
+    cases = [case.on(world_size) for case in CASES]
+    for case, result in zip(cases, over_ranks(cases, world_size, **options)):
+        with_ids = case.duplicates != "negative" and case.captions is None
+        bound = (
+            1e-11 if case.dtype == FLOAT64 else 2e-5 if with_ids or case.captions or case.name == "nt_xent" else 1e-5
+        )
+        floors = dict.fromkeys(result._fields, 0.1 if with_ids or case.name == "info_nce" else 0.0)
+        if case.name == "nt_xent":
+            largest = case.scale / case.rows**0.5  # gradients vanish at perfect matches
+            floors |= {"loss": 1.0, "d_images": largest, "d_texts": largest, "d_scale": 1.0}
+        reference = oracle(case, world_size=world_size)
+        for field in result._fields[: 5 if case.name == "siglip" else 4]:
+            error = relative_error(getattr(result, field), getattr(reference, field), floors[field])
+            assert error < bound, (case, field, error)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 4), (4, 2), (4, 8)])
+def test_losses_of_many_ranks_equal_them_over_two_level_rings(nodes, ranks_per_node):
+    """With 32 ranks as on four nodes of eight GPUs."""
+    world_size = nodes * ranks_per_node
+    cases = [Case("inf_cl", 3 * world_size, 24, 50.0), Case("siglip", 2 * world_size, 7, 10.0, bias=-10.0)]
+    for options in ({"ring": "two-level", "ranks_per_node": ranks_per_node}, {}):
+        for case, result in zip(cases, over_ranks(cases, world_size, **options)):
+            for field, value, expected in zip(result._fields, result, oracle(case)):
+                if field != "d_bias" or case.name == "siglip":
+                    assert relative_error(value, expected, floor=1e-3) < 1e-5, (case, options, field)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("dtype", [FLOAT64, torch.float32, torch.bfloat16])
+def test_adversarial_features_stay_exact_and_finite(world_size, dtype):
+    rows = world_size * {1: 37, 3: 11}[world_size]
+    kinds = FEATURES if dtype == FLOAT64 else [kind for kind in FEATURES if kind != "long"]
+    cases = [Case("inf_cl", rows, 40, scale, kind, dtype) for kind in kinds for scale in (1.0, 100.0)]
+    # float32 logits near 100 are known to 1e-5, and so are probabilities: an absolute error of the gradients.
+    tolerance = {FLOAT64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 6e-3}[dtype]
+    for case, result in zip(cases, over_ranks(cases, world_size)):
+        reference, largest = oracle(case), case.scale / rows**0.5
+        assert result.loss >= 0, case
+        assert relative_error(result.loss, reference.loss, floor=1.0) < 3e-5, case
+        for name, floor in (("d_images", largest), ("d_texts", largest), ("d_scale", 1.0)):
+            assert relative_error(getattr(result, name), getattr(reference, name), floor) < tolerance, (case, name)
+
+
+def test_adversarial_features_stay_exact_and_finite_in_siglip():
+    for kind, (scale, bias) in itertools.product(FEATURES, ((10.0, -10.0), (100.0, 20.0))):
+        case = Case("siglip", 31, 40, scale, kind, FLOAT64, bias)
+        result, reference = evaluate(case), oracle(case)
+        assert result.loss >= 0
+        for name, value, expected in zip(result._fields, result, reference):
+            assert relative_error(value, expected, floor=1e-6) < 1e-9, (case, name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("inf_cl", 40, 256, 100.0, "apart"),
+        Case("siglip", 40, 256, 100.0, "aligned", bias=-45.0),
+        Case("info_nce", 40, 256, 100.0, "apart", positives="in order"),
+        Case("nt_xent", 20, 256, 100.0, "apart"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_loss_of_separated_pairs_is_precise(case):
+    """Relative to the tiny loss and gradients themselves, which a float32 LSE less the matched logit would not give."""
+    reference, result = oracle(case), evaluate(case)
+    assert 0 < reference.loss < 1e-4
+    for field in ("loss", "d_images", "d_texts", "d_scale"):
+        assert relative_error(getattr(result, field), getattr(reference, field)) < 1e-3, field
+
+
+def test_matched_pairs_far_on_the_right_side_have_a_small_positive_loss():
+    result = evaluate(Case("siglip", 1, 24, 40.0, "aligned", bias=-10.0))
+    torch.testing.assert_close(result.loss, torch.tensor(-30.0).exp(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("name", ["inf_cl", "siglip", "info_nce"])
+def test_a_side_without_gradient_leaves_the_others_exact(name, needs):
+    case = Case(name, 15, 24, 20.0, bias=-4.0)
+    batch, reference = global_batch(case), oracle(case)
+    sides = [side.requires_grad_(need) for side, need in zip(batch[:2], needs)]
+    scale = torch.tensor([case.scale], requires_grad=True)
+    loss = {
+        "inf_cl": lambda: inf_cl_loss(*sides, scale),
+        "siglip": lambda: siglip_loss(*sides, scale, case.bias),
+        "info_nce": lambda: info_nce_loss(*sides, batch.positives[0], scale),
+    }[name]()
+    loss.backward()
+    assert scale.grad.shape == (1,) and relative_error(scale.grad[0], reference.d_scale) < 1e-5
+    for side, need, expected in zip(sides, needs, reference[1:3]):
+        assert (side.grad is not None) == need
+        assert not need or relative_error(side.grad, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype, tile_dtype", [(FLOAT64, "fp32"), (torch.float32, "fp64")])
+def test_matmuls_of_another_width_than_the_features(dtype, tile_dtype):
+    case = Case("info_nce", 9, 40, 100.0, columns=13, positives="shared", dtype=dtype)
+    result, reference = evaluate(case, tile_dtype=tile_dtype), oracle(case)
+    assert result.d_images.dtype == result.d_texts.dtype == dtype
+    for value, expected in zip(result[:3], reference):
+        assert relative_error(value, expected, floor=0.1) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["clip", "open_clip", "disco"])
+def test_dense_losses_return_gradients_in_the_features_dtype(name):
+    case = Case(name, 16, 32, 10.0, dtype=torch.bfloat16)
+    result = evaluate(case)
+    assert result.loss.dtype == torch.float32 and result.d_images.dtype == torch.bfloat16
+    assert relative_error(result.d_images, oracle(case).d_images) < 5e-2
+
+
+def test_one_caption_without_hard_negatives_is_inf_cl():
+    batch = global_batch(Case("inf_cl", 9, 24, 20.0, ids="pairs"))
+    for duplicates in ("negative", "mask", "positive"):
+        options = {"image_ids": batch.image_ids, "duplicates": duplicates}
+        ours, expected = (loss(*batch[:2], 20.0, **options) for loss in (captions_loss, inf_cl_loss))
+        torch.testing.assert_close(ours, expected)
+
+
+def test_a_feature_that_is_not_finite_is_seen_in_the_loss():
+    for value in (math.inf, math.nan):
+        images, texts = torch.full((2, 3, 4), 0.5)
+        images[0, 0], texts[1, 0] = value, -0.5
+        assert inf_cl_loss(images, texts, 1.0).isnan()
+        assert info_nce_loss(images, texts, torch.arange(3), 1.0).isnan()
+        assert nt_xent_loss(images, texts, 1.0).isnan()
+
+
+# ---- inputs that are rejected ----
+
+ROWS, IMAGES, TEXTS = torch.eye(5, 8), *features("random", 5, 24)
+TWO = torch.tensor([0, 1])
+QUERIES, DOCUMENTS = torch.ones(2, 8), torch.ones(3, 8)
+
+
+@pytest.mark.parametrize(
+    "loss, arguments, options, message",
+    [
+        (inf_cl_loss, (torch.zeros(4, 8), torch.zeros(5, 8), 1.0), {}, r"\(4, 8\), \(5, 8\)"),
+        (inf_cl_loss, (torch.zeros(4, 8), torch.zeros(4, 9), 1.0), {}, r"\(4, 8\), \(4, 9\)"),
+        (inf_cl_loss, (torch.zeros(0, 8), torch.zeros(0, 8), 1.0), {}, r"\(0, 8\)"),
+        (inf_cl_loss, (torch.zeros(8), torch.zeros(8), 1.0), {}, r"\(8,\)"),
+        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"tile": "cuda"}, "unknown tile 'cuda'"),
+        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"tile_dtype": "int8"}, "'int8'"),
+        (inf_cl_loss, (IMAGES, TEXTS, IMAGES), {}, r"\(5, 24\)"),
+        (inf_cl_loss, (IMAGES, TEXTS.to("meta"), 1.0), {}, "on one device; got cpu, meta"),
+        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"workspace_bytes": 0}, "workspace_bytes 0 must be positive"),
+        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"ring": "two"}, "unknown ring 'two'"),  # of one rank as of several
+        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"tile": "triton"}, "needs features on a GPU, not on cpu"),
+        (inf_cl_loss, (IMAGES, TEXTS, 1.6e6), {}, "expected"),  # exp of what is the scale already
+        (inf_cl_loss, (IMAGES, TEXTS, math.nan), {}, "expected"),
+        (info_nce_loss, (QUERIES, DOCUMENTS, torch.tensor([1, 3]), 1.0), {}, r"1\.\.3; .* documents are 0\.\.2"),
+        (info_nce_loss, (QUERIES, DOCUMENTS, torch.arange(3), 1.0), {}, r"\[2\]; got \(3,\)"),
+        (info_nce_loss, (QUERIES, torch.ones(3, 9), TWO, 1.0), {}, r"\(2, 8\), \(3, 9\)"),
+        (info_nce_loss, (QUERIES, DOCUMENTS, TWO.to("meta"), 1.0), {}, "on one device; got cpu, cpu, meta"),
+        (captions_loss, (IMAGES[:4], torch.zeros(11, 24), 1.0), {"captions": 2}, "11 texts are not 2 or more of each"),
+        (
+            captions_loss,
+            (IMAGES, TEXTS.repeat(3, 1), 1.0),
+            {"captions": 3, "duplicates": "mask"},
+            "leaves out all but one of the 3",
+        ),
+        (captions_loss, (IMAGES, TEXTS, 1.0), {"duplicates": "mask"}, r"'mask' needs image_ids \[5\]"),
+        (inf_cl_loss, (ROWS, ROWS, 1.0), {"duplicates": "mask"}, "'mask' needs image_ids or text_ids"),
+        (siglip_loss, (ROWS, ROWS, 1.0, 0.0), {"duplicates": "none"}, "duplicates is one of .*, not 'none'"),
+        (
+            siglip_loss,
+            (ROWS, ROWS, 1.0, 0.0),
+            {"duplicates": "mask", "image_ids": torch.arange(4)},
+            r"image_ids must be int64 \[5\], one per row; got \(4,\) torch.int64",
+        ),
+        (
+            inf_cl_loss,
+            (ROWS, ROWS, 1.0),
+            {"duplicates": "mask", "text_ids": torch.arange(5).int()},
+            r"text_ids must be int64 \[5\], one per row; got \(5,\) torch.int32",
+        ),
+    ],
+)
+def test_wrong_inputs_are_rejected_with_the_numbers(loss, arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        loss(*arguments, **options)
+
+
+def _differ(rank, world_size):
+    """Messages of calls in which the ranks differ. Ranks that went on alone would hang or mix up rows."""
+    group, first = {"group": torch.distributed.group.WORLD}, rank != 1
+    images, texts = (side.requires_grad_() for side in features("random", 4, 8))
+    locked = texts if first else texts.detach()
+    wide, half = (torch.float32, torch.bfloat16) if first else (torch.float64, torch.float16)
+    masked = {"image_ids": torch.arange(4), "duplicates": "mask"}
+    calls = {
+        "[4, 5, 6]": lambda: inf_cl_loss(*features("random", 4 + rank, 8), 1.0, **group),
+        "'torch.float64'": lambda: inf_cl_loss(images.to(wide), texts.to(wide), 1.0, **group),
+        "'torch.bfloat16', 'torch.float16'": lambda: inf_cl_loss(images.to(half), texts.to(half), 1.0, **group),
+        "same dtype of products": lambda: inf_cl_loss(
+            images, texts, 1.0, tile_dtype="bf16" if first else "fp16", **group
+        ),
+        "same tf32 products": lambda: inf_cl_loss(images, texts, 1.0, tile_dtype="fp32" if first else "tf32", **group),
+        "inf_cl needs the same requires_grad of columns": lambda: inf_cl_loss(images, locked, 1.0, **group),
+        "siglip needs the same requires_grad of columns": lambda: siglip_loss(images, locked, 1.0, 0.0, **group),
+        "info_nce needs the same requires_grad of columns": lambda: info_nce_loss(
+            images, locked, torch.arange(4), 1.0, **group
+        ),
+        "same text_ids": lambda: inf_cl_loss(
+            images, texts, 1.0, **masked, **group, text_ids=None if first else torch.arange(4)
+        ),
+        "same duplicates='mask'": lambda: inf_cl_loss(
+            images, texts, 1.0, **group, **(masked if first else masked | {"duplicates": "positive"})
+        ),
+        "validity of inputs on every rank; ranks 0.. have [1, 0, 1]": lambda: info_nce_loss(
+            images, texts, torch.arange(4) + (not first), 1.0, **group
+        ),
+        "pass group=": lambda: inf_cl_loss(images, texts, 1.0),  # never silently local
+    }
+    return {message: rejected(call) for message, call in calls.items()}
+
+
+def test_ranks_that_differ_are_rejected_on_every_rank():
+    for rank, messages in enumerate(run_ranks(_differ, 3)):
+        for expected, message in messages.items():
+            assert message is not None and expected in message, (rank, expected, message)
+            if "validity" in expected:
+                assert ("positives are in 1..4; this rank's documents are 0..3" in message) == (rank == 1)
+
+
+def test_cross_entropies_of_separated_pairs_are_precise():
+    from infcl.loss.inf_cl import cross_entropies
+
+    others = torch.tensor([-math.inf, 3.0, 10.0, 31.0, 95.0, 1e30, -1e30])
+    matched = torch.tensor([5.0, 3.5, 30.0, 30.0, 30.0, 1e30, 1e30])
+    losses = cross_entropies(others, matched)
+    difference = (others.double() - matched.double()).clamp_min(-1e4)
+    torch.testing.assert_close(losses.double(), F.softplus(difference, threshold=100))
+    torch.testing.assert_close(torch.expm1(-losses).double(), -difference.sigmoid())
+    assert not losses.signbit().any()
+    others = torch.tensor([[-math.inf, 3.0, math.inf, 3.0], [2.0, math.inf, 3.0, math.nan]])
+    for hidden in (math.inf, math.nan):  # a matched logit that is not finite is not hidden
+        assert cross_entropies(others, torch.full((4,), hidden)).isnan().all()
