@@ -36,7 +36,7 @@ from infcl.parallel import micro_batch_seed
 from infcl.step.grad_cache import Features, grad_cache_step
 from megatron_patches.groups import check_layout
 from megatron_patches.loss import TensorParallelLoss
-from megatron_patches.patches import Patch, apply_patches
+from megatron_patches.patches import apply_patches, patch
 
 REPORT = "contrastive loss"  # name of the loss in Megatron's log
 UNSUPPORTED = (  # options of Megatron's config that its schedule supports and `one_loss_step` does not
@@ -94,7 +94,7 @@ class ContrastiveStep:
             features["logit_scale"].float().exp(),
             features.get("logit_bias"),
         )
-        return value, _one(value), report(value)
+        return value, torch.ones_like(value, dtype=torch.int32), report(value)
 
     @cached_property
     def loss(self) -> nn.Module:
@@ -118,21 +118,12 @@ def share_one_loss() -> None:
         ValueError: Megatron uses pipeline or context parallelism. Raised here if its groups exist, else by the step.
     """
     check_layout()
-    Patch(
-        "megatron.training.training.get_forward_backward_func",
-        "takes a loss per micro-batch, a contrastive loss needs all of them",
-        ("pp_size", "vp_size"),
-        replace=_wrap,
-    ).apply()
+    symbol = "megatron.training.training.get_forward_backward_func"
+    patch(symbol, ("pp_size", "vp_size"), _wrap, "takes a loss per micro-batch, a contrastive loss needs all of them")
 
 
 def report(value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {REPORT: torch.stack([value.detach().float(), torch.ones_like(value, dtype=torch.float32)])}
-
-
-def _one(value: torch.Tensor) -> torch.Tensor:
-    """Return 1, the number of tokens that a mean loss reports, [] int32."""
-    return torch.ones_like(value, dtype=torch.int32)
 
 
 def _wrap(installed: Callable) -> Callable:
@@ -205,7 +196,7 @@ def one_loss_step(
     if config.finalize_model_grads_func is not None:
         groups = {} if pg_collection is None else {"pg_collection": pg_collection}
         forced = {"force_all_reduce": True} if force_all_reduce else {}
-        num_tokens = _one(output.loss) if config.calculate_per_token_loss else None
+        num_tokens = torch.ones_like(output.loss, dtype=torch.int32) if config.calculate_per_token_loss else None
         config.finalize_model_grads_func([module], num_tokens, **groups, **forced)
     return [report(output.loss)]
 

@@ -3,13 +3,12 @@
 import functools
 import importlib
 import logging
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_patches.patches import Patch, describe_patches
+from megatron_patches.patches import describe_patches, patch
 from tests.lib.ranks import run_ranks
 from tests.lib.tensor_parallel import layout
 
@@ -19,27 +18,14 @@ def summed_though_not_contiguous(rank, world_size):
 
     group = layout(world_size).tp_group
     x = torch.arange(6.0).view(2, 3).T * (rank + 1)
-    return mappings._reduce(x, group).tolist(), mappings._gather_along_first_dim(x, group).shape
+    return mappings._reduce(x, group).tolist(), mappings._gather_along_first_dim(x, group).shape, describe_patches()
 
 
 def test_sums_reach_inputs_that_are_not_contiguous_and_gathers_run_on_a_cpu():
-    for summed, gathered in run_ranks(summed_though_not_contiguous, 2):
+    mappings = "megatron.core.tensor_parallel.mappings"
+    for summed, gathered, described in run_ranks(summed_though_not_contiguous, 2):
         assert summed == (torch.arange(6.0).view(2, 3).T * 3).tolist() and gathered == (6, 2)
-
-
-def described(rank, world_size):
-    from megatron.core.tensor_parallel import mappings
-
-    layout(world_size)
-    with mock.patch.object(mappings, "_reduce", lambda input_, group: input_):
-        one = describe_patches()
-    return describe_patches(), one
-
-
-def test_the_patched_symbols_are_described():
-    reduce, gather = (f"megatron.core.tensor_parallel.mappings.{n}" for n in ("_reduce", "_gather_along_first_dim"))
-    for both, one in run_ranks(described, 2):
-        assert both.endswith(f"patched: {reduce}, {gather}") and one.endswith(f"patched: {gather}")
+        assert described.endswith(f"patched: {mappings}._reduce, {mappings}._gather_along_first_dim")
 
 
 @pytest.fixture
@@ -51,29 +37,29 @@ def module(tmp_path, monkeypatch):
     importlib.sys.modules.pop("patched")
 
 
-def patch_of(symbol="patched.add", parameters=("a", "b")) -> Patch:
-    return Patch(symbol, "adds one", parameters, replace=lambda add: lambda a, b: add(a, b) + 1)
+def add_one(symbol="patched.add", parameters=("a", "b")) -> None:
+    patch(symbol, parameters, lambda add: lambda a, b: add(a, b) + 1, "adds one")
 
 
 def test_a_patch_replaces_its_symbol_once_and_says_so(module, caplog):
     with caplog.at_level(logging.INFO):
-        patch_of().apply()
-        patch_of().apply()
+        add_one()
+        add_one()
     assert module.add(1, 2) == 4
     assert len(caplog.records) == 1 and "patched.add" in caplog.text and "adds one" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("patch", "message"),
+    ("given", "message"),
     [
-        (patch_of(symbol="patched.subtract"), "there is no patched.subtract"),
-        (patch_of(symbol="nowhere.add"), "there is no nowhere.add"),
-        (patch_of(parameters=("a", "b", "c")), r"patched.add\(a, b\) .* expected \(a, b, c\)"),
+        (("patched.subtract",), "there is no patched.subtract"),
+        (("nowhere.add",), "there is no nowhere.add"),
+        (("patched.add", ("a", "b", "c")), r"patched.add\(a, b\) .* expected \(a, b, c\)"),
     ],
 )
-def test_an_incompatible_version_is_rejected_with_the_expected_path(module, patch, message):
+def test_an_incompatible_version_is_rejected_with_the_expected_path(module, given, message):
     with pytest.raises(RuntimeError, match=message):
-        patch.apply()
+        add_one(*given)
     assert module.add(1, 2) == 3
 
 
