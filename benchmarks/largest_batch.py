@@ -223,7 +223,7 @@ class AbridgedTrainer(Trainer):
     real = 2  # number of micro-batches at each end of a pass that are encoded
 
     def train_step(self, micro_batches):
-        self.encoded = 0
+        self.encoded = self.replayed = 0
         return super().train_step(micro_batches)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
@@ -234,10 +234,9 @@ class AbridgedTrainer(Trainer):
         index, self.encoded = self.encoded, self.encoded + 1
         return super()._encode(micro_batch) if self._is_real(index) else self._stand_in(micro_batch)
 
-    def _encode_again(self, micro_batch: dict, kept: dict, first: int) -> dict:
-        if self._is_real(first // self.batch.micro_batch_size):
-            return super()._encode_again(micro_batch, kept, first)
-        return self._stand_in(micro_batch)
+    def _encode_again(self, micro_batch: dict, kept: dict) -> dict:
+        index, self.replayed = self.replayed, self.replayed + 1  # cached activations are replayed first, without this
+        return super()._encode_again(micro_batch, kept) if self._is_real(index) else self._stand_in(micro_batch)
 
     def _is_real(self, index: int) -> bool:
         """Return whether a micro-batch is encoded.
