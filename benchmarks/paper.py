@@ -11,8 +11,7 @@ compared with 256k, offload).
 """
 
 from infcl.models.config import load_model_config
-from infcl.plan.activations import BLOCK_BYTES, activation_bytes
-from infcl.plan.loads import load_of
+from infcl.plan.memory import BLOCK_BYTES, activation_bytes
 from infcl.plan.profile import load_gpu
 from infcl.plan.setting import Setting, parameters_of
 from infcl.plan.timing import step_seconds
@@ -32,7 +31,7 @@ def paper_memory(setting: Setting) -> dict[str, float]:
     block = rows * model.embed_dim * 4.0
     gathered = 4.0 * batch * model.embed_dim * 4
     loss = {"clip": 16.0 * batch * batch + gathered, "open_clip": 16.0 * rows * batch + gathered}
-    graph = activation_bytes(load_of(setting.with_(compiled=False)))
+    graph = activation_bytes(setting.with_(compiled=False))
     parts = {
         "parameters": 4.0 * parameters,
         "gradients": 4.0 * parameters,

@@ -15,14 +15,11 @@ from pathlib import Path
 from infcl.config import OneLineParser, counted
 from infcl.config.preset import stage_in_words
 from infcl.models.config import load_model_config
-from infcl.plan.loads import load_of
 from infcl.plan.memory import host_bytes, host_parts, memory_of
 from infcl.plan.profile import load_gpu, load_link
-from infcl.plan.search import GROUPS, fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, resolved, sweep
+from infcl.plan.search import fastest, fits, fits_gpu, fits_host, largest_batch, micro_batches, resolved, sweep
 from infcl.plan.setting import Setting, captions_of
 from infcl.plan.timing import phases_of, samples_per_second
-
-_COLOURS = ("#4878a8", "#e0a030", "#c04848", "#6a9a58", "#303030", "#8a8a8a")
 
 
 def read_batch(text: str) -> int:
@@ -68,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--tensor-parallel-size", type=int, default=1)
     flags.add_argument("--sequence-parallel", action="store_true", help="with --tensor-parallel-size above 1")
     flags.add_argument("--sweep", help="gpus=8:4096: the batch per GPU stays, the GPUs double up to the last")
-    flags.add_argument("--plot", type=Path, help="with --sweep: write a PNG")
     flags.add_argument("--measure", type=Path, help="measure this machine's first GPU, write its profile, and exit")
     return flags
 
@@ -99,7 +95,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
         checkpointing=arguments.grad_checkpointing,
         compiled=arguments.compile_blocks != "off",
         resident=_number("--resident-micro-batches", arguments.resident_micro_batches) or 0,
-        offload=arguments.offload,
+        offloads=("optimizer",) if arguments.offload else (),
         pixels="device" if arguments.pixel_cache_gb == "gpu" else "host",
         loss=arguments.loss,
         ring=arguments.ring,
@@ -128,10 +124,10 @@ def _number(flag: str, text: str) -> int | None:
 def describe(asked: Setting) -> str:
     """Return the report on a setting."""
     setting = resolved(asked)
-    load, memory, phases = load_of(setting), memory_of(setting), phases_of(setting)
+    memory, phases = memory_of(setting), phases_of(setting)
     total = sum(phase.exposed for phase in phases)
     largest = largest_batch(setting.with_(resident=asked.resident))
-    cached = counted(load.cached, "cached micro-batch", "cached micro-batches")
+    cached = counted(setting.cached, "cached micro-batch", "cached micro-batches")
     profiles = (setting.gpu, setting.link) if setting.nodes > 1 else (setting.gpu,)
     lines = [
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
@@ -149,9 +145,9 @@ def describe(asked: Setting) -> str:
         + ("it fits" if fits_gpu(setting) else "it does NOT fit"),
         "",
         "host memory per GPU",
-        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(load).items()),
+        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(setting).items()),
         f"  {'a host, ' + counted(setting.ranks_of_host, 'GPU'):<22}"
-        f"{host_bytes(load, setting.ranks_of_host) / 2**30:>9.2f} GiB: {_of_host(setting)}",
+        f"{host_bytes(setting, setting.ranks_of_host) / 2**30:>9.2f} GiB: {_of_host(setting)}",
         "",
         f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
         *(
@@ -184,12 +180,11 @@ def _of_host(setting: Setting) -> str:
 
 
 def _short(setting: Setting) -> str:
-    load = load_of(setting)
     words = [f"micro-batch {setting.micro_batch}", f"ZeRO-{setting.zero}"]
     words += ["checkpointing"] if setting.checkpointing else []
-    words += [f"{load.cached} cached micro-batches"] if load.cached > 1 else []
+    words += [f"{setting.cached} cached micro-batches"] if setting.cached > 1 else []
     if setting.offload:
-        words.append(f"offload (a host: {host_bytes(load, setting.ranks_of_host) / 2**30:.0f} GiB)")
+        words.append(f"offload (a host: {host_bytes(setting, setting.ranks_of_host) / 2**30:.0f} GiB)")
     words += [f"T={setting.tensor_parallel}"] if setting.tensor_parallel > 1 else []
     words += ["sequence parallel"] if setting.sequence_parallel else []
     return f"{', '.join(words)} ({memory_of(setting)['peak'] / 2**30:.1f} GiB)"
@@ -208,52 +203,13 @@ def read_range(text: str) -> list[int]:
     first, _, last = limits.partition(":")
     if name != "gpus" or not (first.isdecimal() and last.isdecimal()) or not 0 < int(first) <= int(last):
         raise ValueError(f"--sweep {text}: write gpus=FIRST:LAST, like gpus=8:4096")
-    sizes = [int(first)]
-    while sizes[-1] * 2 <= int(last):
-        sizes.append(sizes[-1] * 2)
+    doublings = (int(last) // int(first)).bit_length() - 1
+    sizes = [int(first) << i for i in range(doublings + 1)]
     if sizes[-1] != int(last):
         raise ValueError(
-            f"--sweep {text}: the GPUs double, from {sizes[-1]} to {2 * sizes[-1]}, and {last} would be left out; "
-            f"write gpus={sizes[0]}:{sizes[-1]} or gpus={sizes[0]}:{2 * sizes[-1]}"
+            f"--sweep {text}: the GPUs double: write gpus={first}:{sizes[-1]} or gpus={first}:{2 * sizes[-1]}"
         )
     return sizes
-
-
-def _print_curve(rows: list[dict]) -> None:
-    """Print rows as CSV."""
-    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
-
-
-def draw(rows: list[dict], title: str, path: Path) -> None:
-    """Draw the rows of `sweep` as a PNG: each group's share of a step, and samples/s per GPU, over the GPUs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rings = list(dict.fromkeys(row["ring"] for row in rows))
-    figure, axes = pyplot.subplots(
-        1, len(rings), figsize=(5.5 * len(rings), 4.2), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, ring in zip(axes[0], rings):
-        own = [row for row in rows if row["ring"] == ring]
-        shares = [[row[name] / row["seconds"] for row in own] for name in GROUPS]
-        axis.stackplot([row["gpus"] for row in own], shares, labels=list(GROUPS), colors=_COLOURS)
-        axis.set(xscale="log", xlabel="GPUs", title=f"{ring} ring", ylim=(0, 1), xlim=(own[0]["gpus"], own[-1]["gpus"]))
-        axis.set_xticks([row["gpus"] for row in own], [str(row["gpus"]) for row in own], rotation=45)
-        axis.minorticks_off()
-        speed = axis.twinx()
-        speed.plot([row["gpus"] for row in own], [row["samples_per_second_per_gpu"] for row in own], "k.-")
-        speed.set(ylim=(0, 1.05 * max(row["samples_per_second_per_gpu"] for row in rows)))
-        speed.set_ylabel("samples/s per GPU (black)" if ring == rings[-1] else "")
-    axes[0][0].set_ylabel("share of a step")
-    axes[0][0].legend(loc="lower left", fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -268,14 +224,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    for flag, path in (("--plot", arguments.plot), ("--measure", arguments.measure)):
-        if path and not path.absolute().parent.is_dir():
-            raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
-    if arguments.plot and arguments.sweep is None:
-        raise ValueError("--plot draws a sweep: give --sweep too")
     if arguments.measure:
         from infcl.plan.measure import measure
 
+        if not arguments.measure.absolute().parent.is_dir():
+            raise ValueError(f"--measure {arguments.measure}: there is no folder {arguments.measure.parent}")
         profile = dataclasses.asdict(measure())
         arguments.measure.write_text(json.dumps(profile, indent=2) + "\n")
         print(f"wrote {arguments.measure}: {', '.join(f'{name} {value}' for name, value in profile.items())}")
@@ -285,10 +238,10 @@ def _run(arguments: argparse.Namespace) -> None:
         print(describe(setting))
         return
     rows = sweep(setting, read_range(arguments.sweep))
-    _print_curve(rows)
-    if arguments.plot:
-        size = f"{setting.global_batch // setting.gpus:,} samples per {setting.gpu.name}"
-        draw(rows, f"{arguments.model}, {size}, ZeRO-{setting.zero}, {setting.link.name}", arguments.plot)
+    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
 
 
 if __name__ == "__main__":

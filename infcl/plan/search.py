@@ -1,15 +1,12 @@
 """Search over settings: the largest batch that fits, the fastest settings of a batch, and scaling curves."""
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import product
 from operator import attrgetter
 
 from infcl.config import BatchPlan
 from infcl.config.preset import stage_over
-from infcl.plan.activations import graph_bytes
-from infcl.plan.loads import load_of
-from infcl.plan.memory import HEADROOM, host_bytes, memory_of, parts_of, reserved_bytes
+from infcl.plan.memory import HEADROOM, host_bytes, memory_of, reserved_bytes
 from infcl.plan.setting import Setting
 from infcl.plan.timing import phases_of, step_seconds
 
@@ -40,8 +37,8 @@ def fits_host(setting: Setting, gib: float, *, pixels: bool = False) -> bool:
 
     `pixels` includes the pixels of a full step. By default the trainer reads them again if they do not fit.
     """
-    load = load_of(setting) if pixels else dataclasses.replace(load_of(setting), pixels=0.0)
-    return host_bytes(load, setting.ranks_of_host) <= gib * 2**30
+    setting = setting if pixels else setting.with_(pixel_bytes=0.0)
+    return host_bytes(setting, setting.ranks_of_host) <= gib * 2**30
 
 
 def largest_batch(setting: Setting) -> int:
@@ -79,7 +76,7 @@ def candidates(setting: Setting) -> Iterator[Setting]:
     for parts in (1, 2, 4, 8):
         split = setting.with_(tensor_parallel=parts, sequence_parallel=False)
         try:
-            split.with_(micro_batch=parts, zero=1, offload=False).check()
+            split.with_(micro_batch=parts, zero=1, offloads=()).check()
         except ValueError:  # T does not divide the GPUs, the model's heads or the batch
             continue
         for offload in (False, True):
@@ -89,7 +86,7 @@ def candidates(setting: Setting) -> Iterator[Setting]:
                 dict.fromkeys(stages), (False, True), (False, True) if parts > 1 else (False,), micro_batches(split)
             ):
                 yield split.with_(
-                    offload=offload,
+                    offloads=("optimizer",) if offload else (),
                     zero=zero,
                     checkpointing=checkpointing,
                     sequence_parallel=sequence,
@@ -107,12 +104,12 @@ def resolved(setting: Setting) -> Setting:
     setting = setting.with_(zero=stage)
     if setting.resident:
         return setting
-    model, row = setting.model, setting.caption_row
-    padded = model if row is None else model.with_overrides(context_length=row // 2)
-    load = load_of(setting.with_(model=padded))
-    parts = parts_of(load)
+    longest = setting
+    if setting.caption_row is not None:
+        longest = setting.with_(model=setting.model.with_overrides(context_length=setting.caption_row // 2))
+    longest, parts = longest.with_(resident=1), memory_of(longest.with_(resident=1))
     room = setting.gpu.memory_gib * 2**30 * (1 - HEADROOM) - _CONTEXT_BYTES - parts["parameters"] - parts["optimizer"]
-    cached = int((room - reserved_bytes(load)) // graph_bytes(load)["activations"])
+    cached = int((room - reserved_bytes(longest)) // parts["activations"])
     return setting.with_(resident=max(1, min(cached, setting.num_micro_batches)))
 
 

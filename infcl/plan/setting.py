@@ -1,4 +1,4 @@
-"""A planned setting: all inputs of the estimates of memory and time."""
+"""A setting: how a model is trained and on what. Memory and time are computed from it, for a plan and for a run."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -6,52 +6,66 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
-from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage
+from infcl.config import RunSpec, TrainConfig
+from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage, is_bf16_optimizer
+from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_element
+from infcl.loss.contrastive import TILED
 from infcl.models import CLIP
+from infcl.models.clip import frozen_blocks
 from infcl.models.config import CLIPConfig, check_divides
 from infcl.models.packing import packs, row_length
-from infcl.plan.profile import Gpu, Link, load_link
+from infcl.plan.profile import Gpu, Link, load_gpu, load_link
+from infcl.step.offload import UPLOAD_LEAD
+
+STAGES = (0, 1, 2, 3)
+TOWERS = ("image", "text")
+# The residual stream's bytes per number (image, text); under autocast it has the type of the convolution's output in
+# the image tower (half precision), and of the embedding in the text tower (FP32).
+_STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options that a run and a planned setting have in common."""
+class Setting:
+    """One way to train. Sizes: W GPUs, T tensor-parallel ranks, W/T data-parallel ranks, B global batch.
+
+    Without the fields of a run, all parameters are trained with AdamW and one of the presets of ds_configs.
+    """
 
     model: CLIPConfig
-    precision: str = "amp_bf16"
-    loss: str = "inf_cl"
-    checkpointing: bool = False
-    compiled: bool = True
-    resident: int = 1  # micro-batches that cache their activations between the two passes; 0: as many as fit
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False  # with tensor_parallel > 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting(Options):
-    """One way to train. Sizes: W GPUs, T tensor-parallel ranks, W/T data-parallel ranks, B global batch."""
-
-    gpu: Gpu
     gpus: int
     global_batch: int
     micro_batch: int
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False  # with tensor_parallel > 1
     zero: int = 1
-    offload: bool = False  # optimizer state in host memory
-    pixels: str = "host"  # memory that caches a step's pixels, one byte per value: "host" or "device"
+    offloads: tuple[str, ...] = ()  # state in host memory: "optimizer", "param"
+    precision: str = "amp_bf16"
+    loss: str = "inf_cl"
     ring: str = "auto"
-    gpus_per_node: int = 8
-    host_memory_gib: float | None = None  # per node; None: unknown, so everything fits
-    link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between nodes
-    overlap_comm: bool | None = None  # None: like "auto" in ds_configs, see config/preset.py
-    reduce_bucket_size: float | None = None  # elements; None: as in the presets of ds_configs
+    checkpointing: bool = False
+    compiled: bool = True
     attention: str = "auto"  # kernels of the towers, as --attention: "torch" is cuDNN's
+    resident: int = 1  # micro-batches that cache their activations between the two passes; 0: as many as fit
+    pixels: str = "host"  # memory that caches a step's pixels, one byte per value: "host" or "device"
     caption_row: int | None = None  # token positions of a row of packed captions; None: padded captions
+    # the machine
+    gpu: Gpu = dataclasses.field(default_factory=lambda: load_gpu("h200"))
+    gpus_per_node: int = 8
+    link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between nodes
+    host_memory_gib: float | None = None  # per node; None: unknown, so everything fits
+    # a run
+    zero_options: dict | None = None  # zero_optimization of its preset; None: as in ds_configs
+    counts: tuple[int, int] | None = None  # (parameters, trainable parameters) of all T ranks; None: all are trained
+    moments: int = 8  # bytes of optimizer state per element: Adam's two moments
+    blocks: dict[str, int] | None = None  # trained blocks of each tower, counted from the last; None: all
+    trunks: float = 0.0  # bytes per sample of the frozen blocks' output, cached between the two passes
+    pixel_bytes: float = float("inf")  # limit of the cached pixels
+    checkpoint: float | None = None  # bytes of the copy from which all ranks write a checkpoint; None: with moments
+    on_cpu: bool = False
 
-    @property
-    def matmul_rate(self) -> float:
-        """Flops per second of large GEMMs."""
-        return 1e12 * (self.gpu.fp32_tflops if self.precision == "fp32" else self.gpu.matmul_tflops)
+    # ---- batch ----
 
     @property
     def dp_size(self) -> int:
@@ -72,19 +86,55 @@ class Setting(Options):
         return self.rank_batch // self.micro_batch
 
     @property
-    def overlaps_reductions(self) -> bool:
-        if self.overlap_comm is not None:
-            return self.overlap_comm
-        return self.zero == 3 or self.zero > 0 and self.nodes > 1
+    def cached(self) -> int:
+        """Micro-batches with cached activations; at least one graph exists."""
+        return max(1, min(self.resident, self.num_micro_batches))
+
+    # ---- state ----
 
     @property
-    def bucket(self) -> float:
-        """Elements of a gradient bucket."""
-        if self.reduce_bucket_size is not None:
-            return self.reduce_bucket_size
-        if self.zero == 3:
-            return BUCKET if self.offload else STAGE_3_BUCKET
-        return STAGE_1_BUCKET
+    def parameters(self) -> int:
+        """Parameters of a rank: its share under tensor parallelism."""
+        return (parameters_of(self.model) if self.counts is None else self.counts[0]) // self.tensor_parallel
+
+    @property
+    def trainable(self) -> int:
+        return self.parameters if self.counts is None else self.counts[1] // self.tensor_parallel
+
+    @property
+    def half(self) -> bool:
+        """Whether parameters have half precision."""
+        return self.precision in ("bf16", "fp16")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter."""
+        return 2 if self.half else 4
+
+    @property
+    def offload(self) -> bool:
+        """Whether the optimizer is in host memory."""
+        return "optimizer" in self.offloads
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed takes its BF16_Optimizer."""
+        return is_bf16_optimizer(self.zero, self.precision, offloaded=self.offload)
+
+    @property
+    def zero_optimization(self) -> dict[str, Any]:
+        """The preset's options that matter; if none are given, those of ds_configs."""
+        if self.zero_options is not None:
+            return self.zero_options
+        bucket = (BUCKET if self.offload else STAGE_3_BUCKET) if self.zero == 3 else STAGE_1_BUCKET
+        overlap = self.zero == 3 or (self.zero > 0 and self.nodes > 1)
+        return {
+            "reduce_bucket_size": bucket,
+            "overlap_comm": overlap,
+            **{f"offload_{part}": {"pin_memory": True} for part in self.offloads},
+        }
+
+    # ---- nodes ----
 
     @property
     def nodes(self) -> int:
@@ -97,7 +147,39 @@ class Setting(Options):
     @property
     def two_level(self) -> bool:
         """Whether the ring has two levels. On one node, or with one GPU per node, it is always flat."""
-        return self.ring != "flat" and self.nodes > 1 and self.gpus_per_node > 1
+        fills = self.gpus % self.gpus_per_node == 0
+        return self.loss in TILED and self.ring != "flat" and self.nodes > 1 and self.gpus_per_node > 1 and fills
+
+    # ---- towers ----
+
+    @property
+    def matmul_rate(self) -> float:
+        """Flops per second of large GEMMs."""
+        return 1e12 * (self.gpu.fp32_tflops if self.precision == "fp32" else self.gpu.matmul_tflops)
+
+    @property
+    def stream_bytes(self) -> dict[str, int]:
+        """{"image", "text"}: bytes per number of the residual stream between blocks."""
+        return dict(zip(TOWERS, _STREAM_BYTES[self.precision]))
+
+    @property
+    def uploads(self) -> int:
+        """Micro-batches of pixels on their way to the GPU."""
+        return 0 if self.on_cpu else 1 + UPLOAD_LEAD
+
+    @property
+    def micro_batch_pixels(self) -> float:
+        """Bytes of a micro-batch's pixels on this rank."""
+        return self.micro_batch * 3.0 * self.model.vision_cfg.image_size**2 / self.tensor_parallel
+
+    @property
+    def waiting_pixels(self) -> float:
+        """Bytes of pixels cached between the two passes: full micro-batches without cached activations."""
+        waiting = self.num_micro_batches - self.cached
+        return self.micro_batch_pixels * int(min(waiting, self.pixel_bytes / self.micro_batch_pixels))
+
+    def with_(self, **changes) -> "Setting":
+        return dataclasses.replace(self, **changes)
 
     def check(self) -> None:
         """Check the setting.
@@ -119,10 +201,9 @@ class Setting(Options):
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}: set --gpus-per-node")
         if self.nodes > 1 and self.gpus_per_node % self.tensor_parallel:
-            within = [str(size) for size in range(1, self.gpus_per_node + 1) if self.gpus_per_node % size == 0]
             raise ValueError(
                 f"tensor-parallel {self.tensor_parallel} spans nodes of {self.gpus_per_node} GPUs, which is not "
-                f"planned: use {', '.join(within)} or ZeRO-3"
+                "planned: use a divisor of them or ZeRO-3"
             )
         check_divides(self.model, self.tensor_parallel)
         check_stage(self.zero, self.precision, offloads=self.offload, source="the plan")
@@ -135,8 +216,12 @@ class Setting(Options):
                 f"micro-batch {self.micro_batch}; the next multiple is {-(-self.global_batch // unit) * unit}"
             )
 
-    def with_(self, **changes) -> "Setting":
-        return dataclasses.replace(self, **changes)
+
+@lru_cache
+def parameters_of(model: CLIPConfig) -> int:
+    """Return the number of parameters of a model."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in CLIP(model).parameters())
 
 
 def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
@@ -159,8 +244,87 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
     return {"model": model.with_overrides(context_length=tokens), "caption_row": row}
 
 
-@lru_cache
-def parameters_of(model: CLIPConfig) -> int:
-    """Return the number of parameters of a model."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in CLIP(model).parameters())
+# ---- the setting of a run ----
+
+
+def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return {"image": (parameters, trainable parameters), "text": ..., "scalars": ...}."""
+    counts = {"image": [0, 0], "text": [0, 0], "scalars": [0, 0]}
+    for name, parameter in model.named_parameters():
+        part = "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
+        counts[part][0] += parameter.numel()
+        counts[part][1] += parameter.numel() * parameter.requires_grad
+    return {part: (total, trainable) for part, (total, trainable) in counts.items()}
+
+
+def setting_of_run(
+    spec: RunSpec, cfg: CLIPConfig, counts: dict[str, tuple[int, int]], *, ranks_of_host: int | None = None
+) -> Setting:
+    """Return the setting of a run, for its memory.
+
+    With --resident-micro-batches auto, the activations of one micro-batch count. The run measures how many more fit.
+
+    Args:
+        spec: the run.
+        cfg: config of its model.
+        counts: (parameters, trainable parameters) of the full model's parts, as `parameter_counts` returns them.
+        ranks_of_host: ranks per node; None for a single node.
+    """
+    flags, batch, on_cpu = spec.flags, spec.batch, spec.device == "cpu"
+    # several texts per image take the memory of one text that is longer by this factor
+    cfg = cfg.with_overrides(context_length=cfg.text_cfg.context_length * flags.texts_per_image)
+    parameters, trainable = (sum(column) for column in zip(*counts.values()))
+    share, trunks = flags.tensor_parallel_size, kept_trunks(flags, cfg)
+    replays_pixels = not trunks["image"] and not (flags.lock_image and flags.lock_image_unlocked_groups == 0)
+    limit = float("inf") if flags.pixel_cache_gb in ("auto", "gpu") else float(flags.pixel_cache_gb) * 1e9
+    setting = Setting(
+        model=cfg.with_overrides(patch_dropout=0.0) if flags.lock_image else cfg,  # a locked tower drops none
+        gpus=batch.dp_size * share,
+        global_batch=batch.global_batch_size,
+        micro_batch=batch.micro_batch_size,
+        tensor_parallel=share,
+        sequence_parallel=flags.sequence_parallel,
+        zero=spec.zero_stage,
+        offloads=spec.offloads,
+        precision=spec.precision,
+        loss=flags.loss,
+        checkpointing=flags.grad_checkpointing,
+        compiled=spec.compiles_blocks,
+        resident=1 if flags.resident_micro_batches == "auto" else int(flags.resident_micro_batches),
+        pixels="device" if flags.pixel_cache_gb == "gpu" and not on_cpu else "host",
+        gpus_per_node=ranks_of_host or batch.dp_size * share,
+        zero_options=spec.zero_optimization,
+        counts=(parameters, trainable),
+        moments=state_bytes_per_element(flags),
+        blocks=trained_blocks(flags, cfg),
+        pixel_bytes=limit if replays_pixels else 0.0,
+        checkpoint=checkpoint_bytes(flags, parameters // share, trainable // share),
+        on_cpu=on_cpu,
+    )
+    return setting.with_(trunks=sum(trunks[tower] * size for tower, size in setting.stream_bytes.items()))
+
+
+def trained_blocks(flags: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
+    """Return {"image", "text"}: number of trained blocks per tower, counted from the last."""
+    return {name: max(0, layers - frozen) for name, layers, frozen, _ in _locks(flags, cfg)}
+
+
+def kept_trunks(flags: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
+    """Return {"image", "text"}: numbers per sample that trunks keep between the passes (CLIP.trunk_numbers)."""
+    tokens = {"image": 1 + cfg.vision_cfg.num_patches, "text": cfg.text_cfg.context_length}
+    widths = {"image": cfg.vision_cfg.width, "text": cfg.text_cfg.width}
+    kept = {}
+    for name, layers, frozen, unlocked in _locks(flags, cfg):
+        keeps = unlocked == 1 or 0 < frozen <= layers
+        kept[name] = (1 if frozen > layers else tokens[name]) * widths[name] if unlocked and keeps else 0
+    return kept
+
+
+def _locks(flags: TrainConfig, cfg: CLIPConfig) -> list[tuple[str, int, int, int]]:
+    """Return (tower, number of blocks, number of frozen blocks, number of unlocked groups if locked) per tower."""
+    image, text = cfg.vision_cfg.layers, cfg.text_cfg.layers
+    groups = flags.lock_image_unlocked_groups, flags.lock_text_unlocked_layers
+    return [
+        ("image", image, frozen_blocks(image, groups[0]) if flags.lock_image else 0, groups[0]),
+        ("text", text, frozen_blocks(text, groups[1]) if flags.lock_text else 0, groups[1]),
+    ]

@@ -3,7 +3,6 @@
 A dry run builds no engine, reads no image and writes no file except shard indexes, which the run needs anyway.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ from infcl.kernels import select_tile
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
-from infcl.plan.loads import STAGES, Load, load_of_run, parameter_counts
-from infcl.plan.memory import host_bytes, host_parts, parts_of
+from infcl.plan.memory import host_bytes, host_parts, memory_of
+from infcl.plan.setting import STAGES, Setting, parameter_counts, setting_of_run
 from infcl.step.pixels import auto_budget
 from infcl.train.build import Inputs, build_loader, build_meta_model, build_tasks
 from infcl.train.diagnostics import model_flops, trained_shares
@@ -62,7 +61,8 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
         return "\n".join([*lines, "  memory: not planned for towers that open_clip builds", ""])
     on_cpu = spec.device == "cpu"
     on_host = ranks_of_host(parallel)
-    columns = [parts_of(load_of_run(spec, cfg, counts, stage=stage, ranks_of_host=on_host)) for stage in STAGES]
+    run = setting_of_run(spec, cfg, counts, ranks_of_host=on_host)
+    columns = [memory_of(run.with_(zero=stage, offloads=())) for stage in STAGES]
     plan = {part: [column[part] for column in columns] for part in columns[0]}
     ways = {"offloads": "optimizer" in spec.offloads}
     stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, **ways) == s]  # the others do not run
@@ -70,36 +70,24 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     if spec.offloads:
         named = " and ".join(f"offload_{part}" for part in spec.offloads)
         lines.append(f"  This preset has {named}: that is in host memory instead, as follows.")
-
-    def load(pixel_cache_gb: str) -> Load:
-        return load_of_run(spec.change(pixel_cache_gb=pixel_cache_gb), cfg, counts, ranks_of_host=on_host)
-
-    lines += ["", *_host_table(load, config, on_host, on_cpu=on_cpu)]
+    lines += ["", *_host_table(run, config, on_host)]
     return "\n".join([*lines, ""])
 
 
-def _host_table(
-    load: Callable[[str], Load], config: TrainConfig, ranks: int, *, on_cpu: bool, free: float | None = None
-) -> list[str]:
+def _host_table(run: Setting, config: TrainConfig, ranks: int, *, free: float | None = None) -> list[str]:
     """Return lines about the host memory of a rank and of the `ranks` on its node.
 
-    Args:
-        load: returns the load for a value of --pixel-cache-gb.
-        config: the flags.
-        ranks: ranks on the node.
-        on_cpu: whether the run trains on CPUs.
-        free: available bytes of the node; None: as measured now.
+    `free` are the available bytes of the node; None: as measured now.
     """
+    planned, pixels = run, " (--pixel-cache-gb gpu: they are in the device's)" if run.pixels == "device" else ""
     if config.pixel_cache_gb == "auto":
         free = available_host_bytes() if free is None else free
-        budget = auto_budget(free - ranks * sum(host_parts(load("0")).values()), ranks)
-        planned, pixels = load(str(budget / 1e9)), " (auto: of what is free now)"
-    else:
-        planned = load(config.pixel_cache_gb)
-        pixels = " (--pixel-cache-gb gpu: they are in the device's)" if planned.pixels_on_gpu else ""
+        others = ranks * sum(host_parts(run.with_(pixel_bytes=0.0)).values())
+        planned = run.with_(pixel_bytes=min(run.pixel_bytes, auto_budget(free - others, ranks)))
+        pixels = " (auto: of what is free now)"
     parts = host_parts(planned)
     width = max(map(len, parts))
-    where = ", in the same memory as the above" if on_cpu else ""
+    where = ", in the same memory as the above" if run.on_cpu else ""
     return [
         f"  host memory per rank{where}, estimated",
         *(f"  {part:<{width}}{_size(n):>11}{pixels if part == 'pixels' else ''}" for part, n in parts.items()),

@@ -16,8 +16,8 @@ from infcl.models.config import CLIPConfig
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.parallel.host_limits import host_memory_bytes
-from infcl.plan.loads import Load, load_of_run, parameter_counts
-from infcl.plan.memory import host_bytes, host_parts, parts_of
+from infcl.plan.memory import host_bytes, host_parts, memory_of
+from infcl.plan.setting import Setting, parameter_counts, setting_of_run
 from infcl.train.build import Inputs, build_meta_model
 
 _ROOM = 0.90  # share of the memory that --batch-size auto and a suggestion may use
@@ -80,18 +80,17 @@ class Fit:
     host: float = float("inf")
     ranks_of_host: int = 1
 
-    def load(self, spec: RunSpec) -> Load:
-        """Return the load of `spec`, without pixels that only use free memory."""
-        if spec.flags.pixel_cache_gb == "auto":
-            spec = spec.change(pixel_cache_gb="0")
-        return load_of_run(spec, self.cfg, self.counts, ranks_of_host=self.ranks_of_host)
+    def setting(self, spec: RunSpec) -> Setting:
+        """Return the setting of `spec`, without pixels that only use free memory."""
+        setting = setting_of_run(spec, self.cfg, self.counts, ranks_of_host=self.ranks_of_host)
+        return setting.with_(pixel_bytes=0.0) if spec.flags.pixel_cache_gb == "auto" else setting
 
     def parts(self, spec: RunSpec) -> dict[str, float]:
         """Return {part: bytes per rank} of device memory, with "peak"; on a CPU also host memory, as "host"."""
-        load = self.load(spec)
-        parts = parts_of(load)
-        if spec.device == "cpu":
-            host = sum(host_parts(load).values())
+        setting = self.setting(spec)
+        parts = memory_of(setting)
+        if setting.on_cpu:
+            host = sum(host_parts(setting).values())
             parts |= {"host": host, "peak": parts["peak"] + host}
         return parts
 
@@ -102,11 +101,11 @@ class Fit:
         parts = self.parts(self.spec)
         if parts["peak"] > self.capacity:
             raise self._error(parts, f"{_gib(parts['peak'])} per rank", self.capacity, self._suggestion())
-        load = self.load(self.spec)
-        needed = host_bytes(load, self.ranks_of_host)
+        setting = self.setting(self.spec)
+        needed = host_bytes(setting, self.ranks_of_host)
         if self.spec.device != "cpu" and needed > self.host:
             where = f"{_gib(needed)} of host memory for {self.ranks_of_host} ranks"
-            raise self._error(host_parts(load), where, self.host, _LESS_HOST_MEMORY)
+            raise self._error(host_parts(setting), where, self.host, _LESS_HOST_MEMORY)
 
     def _error(self, parts: dict[str, float], needed: str, available: float, suggestion: str) -> ValueError:
         largest = sorted(((size, name) for name, size in parts.items() if name != "peak"), reverse=True)[:3]

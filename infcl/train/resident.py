@@ -17,8 +17,8 @@ from infcl.models.config import CLIPConfig
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.packing import longest, texts_for_model
 from infcl.parallel import Parallel, max_over, ranks_of_host
-from infcl.plan.loads import load_of_run
 from infcl.plan.memory import HEADROOM, reserved_bytes
+from infcl.plan.setting import setting_of_run
 
 _log = logging.getLogger(__name__)
 
@@ -115,5 +115,4 @@ def _needed_bytes(
     if isinstance(model_config, OpenClipConfig):  # gradients and a copy for autocast, a backward's graph, the loss
         return 8 * trainable + graph + 64 * model_config.embed_dim * spec.batch.rank_batch_size
     counts = {"all": (trainable, trainable)}
-    load = load_of_run(spec, model_config, counts, ranks_of_host=ranks_of_host(parallel))
-    return reserved_bytes(load)
+    return reserved_bytes(setting_of_run(spec, model_config, counts, ranks_of_host=ranks_of_host(parallel)))

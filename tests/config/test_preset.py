@@ -13,7 +13,7 @@ from infcl.plan.memory import bucket_bytes
 from tests.lib.checkout import ROOT
 from tests.lib.engine_steps import engine_steps, expected, settings
 from tests.lib.ranks import run_ranks
-from tests.lib.specs import engine_of, load
+from tests.lib.specs import engine_of, setting
 from tests.lib.step_oracle import ToyCLIP, worst_error
 
 
@@ -125,7 +125,9 @@ def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_t
     assert shown["reduce_bucket_size"] == 50_000_000
     offloads = ("optimizer",) if "offload_optimizer" in zero else ()
     planned, given = (
-        bucket_bytes(load(trainable=10**9, zero=options, stage=zero["stage"], precision="fp32", offloads=offloads))
+        bucket_bytes(
+            setting(trainable=10**9, zero_options=options, zero=zero["stage"], precision="fp32", offloads=offloads)
+        )
         for options in (zero, zero | {"reduce_bucket_size": elements})
     )
     assert planned == given

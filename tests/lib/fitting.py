@@ -6,7 +6,7 @@ import torch
 
 from infcl.config import parse_args, resolve
 from infcl.models import CLIP, load_model_config
-from infcl.plan.loads import parameter_counts
+from infcl.plan.setting import parameter_counts
 from infcl.train.fit import Fit
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]

@@ -13,10 +13,9 @@ from benchmarks.step import setting_of
 from infcl.config import resolve
 from infcl.config.preset import BUCKET
 from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, load_model_config
-from infcl.plan.loads import parameter_counts
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import Gpu, load_gpu
-from infcl.plan.setting import Setting, captions_of
+from infcl.plan.setting import Setting, captions_of, parameter_counts
 from infcl.plan.timing import loss_seconds, samples_per_second, step_seconds
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 from infcl.train.fit import Fit
@@ -40,7 +39,7 @@ PRESET = '{"overlap_comm": false, "reduce_bucket_size": 100000000}'
 
 
 def reductions(row: dict) -> dict:
-    """Return "overlap_comm" and "reduce_bucket_size" for a Setting with the buckets that the row's commit used."""
+    """Return zero_optimization with the buckets that the row's commit used."""
     commit, options = str(row.get("commit") or "")[:7], json.loads(row.get("zero_options") or "{}")
     bucket = row.get("reduce_bucket_size") or options.get("reduce_bucket_size", BUCKET)
     stage = int(str(row.get("zero", row.get("zero_stage", 1)))[0])
@@ -62,14 +61,14 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     tokens = round(share * model.text_cfg.context_length)  # may exceed the context length: rows have free positions
     return Setting(
         **captions_of(model, None if share == 1 else tokens),
-        **reductions(row),
+        zero_options=reductions(row),
         gpu=gpu,
         gpus=gpus,
         gpus_per_node=gpus,
         global_batch=gpus * micro_batch * micro_batches,
         micro_batch=micro_batch,
         zero=int(row["zero"][0]),
-        offload=row["zero"].endswith("offload"),
+        offloads=("optimizer",) if row["zero"].endswith("offload") else (),
         checkpointing=row["checkpointing"] == "True",
         compiled=row["blocks"] == "compiled",
         resident=int(row["resident"]),
@@ -139,7 +138,9 @@ def planned_for_trial(row: dict) -> float:
     names = ("model", "gpus", "pixels", "micro_batch", "loss", "precision")
     setting = {name: row[name] for name in names} | {"checkpointing": bool(row["checkpointing"])}
     if row["commit"][:7] in OVERLAPPED or row["commit"][:7] in CONVOLUTION_APART:
-        setting |= reductions(row | ({} if row["commit"][:7] in OVERLAPPED else {"zero_options": PRESET}))
+        setting["zero_options"] = reductions(
+            row | ({} if row["commit"][:7] in OVERLAPPED else {"zero_options": PRESET})
+        )
     block = 4 * row["global_batch"] // row["gpus"] * load_model_config(row["model"]).embed_dim
     apart = row["commit"][:7] in FIRST_PART_APART and row["gpus"] > 1 and row["loss"] == "inf_cl"
     return (planned_peak(pairs=row["global_batch"], **setting) + block * apart) / GIB
@@ -184,7 +185,7 @@ def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
             compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
             sequence_parallel=row["sequence_parallel"] == "True", pixels="device",
             attention="auto" if row["attention"] == "triton" else "torch",
-            **reductions(row),
+            zero_options=reductions(row),
         ))
         for row in where(rows_of("tensor_parallel.csv"), lever="none", status="ok")
         if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")

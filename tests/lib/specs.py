@@ -9,8 +9,8 @@ from infcl.config import BatchPlan, RunSpec, TrainConfig, resolve
 from infcl.engine.engine import Engine
 from infcl.models.config import CLIPConfig, load_model_config
 from infcl.parallel import Parallel
-from infcl.plan.loads import STAGES, Load, load_of_run
-from infcl.plan.memory import parts_of
+from infcl.plan.memory import memory_of
+from infcl.plan.setting import STAGES, Setting, setting_of_run
 
 
 def spec_of(config: TrainConfig, parallel: Parallel, batch: BatchPlan | None = None, unpackable: str = "") -> RunSpec:
@@ -39,7 +39,7 @@ def planned_run(config: TrainConfig, batch: BatchPlan, precision: str, zero: dic
 def memory_of_run(cfg, batch, config, counts, precision, zero, *, stage, on_cpu=False, **where) -> dict[str, float]:
     """Return the planned {part: bytes per rank} of a run without offload."""
     spec = planned_run(config, batch, precision, zero, stage=stage, on_cpu=on_cpu)
-    return parts_of(load_of_run(spec, cfg, counts, stage=stage, **where))
+    return memory_of(setting_of_run(spec, cfg, counts, **where).with_(offloads=()))
 
 
 def memory_plan(*run, **where) -> dict[str, list[float]]:
@@ -48,8 +48,16 @@ def memory_plan(*run, **where) -> dict[str, list[float]]:
     return {part: [column[part] for column in columns] for part in columns[0]}
 
 
-def load(cfg: CLIPConfig | None = None, *, micro_batch_size=1, micro_batches=1, ranks=1, trainable=0, **fields) -> Load:
-    """Return the inputs of a memory estimate; without `cfg`, of the demo's model."""
-    sizes = {"parameters": trainable, "trainable": trainable, "stage": 1} | fields
-    batch = BatchPlan(ranks, micro_batches, micro_batch_size)
-    return Load(model=cfg or load_model_config("demo"), batch=batch, **sizes)
+def setting(
+    cfg: CLIPConfig | None = None, *, micro_batch=1, micro_batches=1, ranks=1, trainable=0, **fields
+) -> Setting:
+    """Return a setting of `ranks` data-parallel ranks; without `cfg`, of the demo's model."""
+    gpus = ranks * fields.get("tensor_parallel", 1)
+    return Setting(
+        model=cfg or load_model_config("demo"),
+        gpus=gpus,
+        gpus_per_node=gpus,
+        global_batch=ranks * micro_batches * micro_batch,
+        micro_batch=micro_batch,
+        **{"counts": (trainable, trainable), "zero_options": {}} | fields,
+    )

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig
-from infcl.plan.activations import activation_bytes
+from infcl.plan.memory import activation_bytes
 from infcl.train.compile import compile_blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
-from tests.lib.specs import load
+from tests.lib.specs import setting
 from tests.lib.tensor_parallel import layout
 
 SAMPLES = 8
@@ -53,9 +53,10 @@ def _kept(model: CLIP, x: torch.Tensor) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_compiled_blocks_keep_is_planned(sequence_parallel):
-    sizes = {"micro_batch_size": SAMPLES, "tensor_parallel": 2}
+    sizes = {"micro_batch": SAMPLES, "tensor_parallel": 2}
     four, eight = (
-        activation_bytes(load(with_layers(layers), sequence_parallel=sequence_parallel, **sizes)) for layers in (4, 8)
+        activation_bytes(setting(with_layers(layers), sequence_parallel=sequence_parallel, **sizes))
+        for layers in (4, 8)
     )
     copies = 4 * 2 * 12 * VISION.width**2 / 2
     kept = run_ranks(kept_by_four_blocks, 2, sequence_parallel, timeout=600)[0]

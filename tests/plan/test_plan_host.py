@@ -13,8 +13,8 @@ from infcl.config.preset import BUCKET
 from infcl.engine.parameter_groups import checkpoint_bytes, later_host_bytes
 from infcl.models import CLIP, load_model_config
 from infcl.parallel import init_parallel
-from infcl.plan.loads import load_of_run, parameter_counts
-from infcl.plan.memory import host_bytes, host_parts, parts_of
+from infcl.plan.memory import host_bytes, host_parts, memory_of
+from infcl.plan.setting import parameter_counts, setting_of_run
 from infcl.step import pixels
 from infcl.train.dry_run import _host_table
 from infcl.train.fit import Fit
@@ -73,8 +73,8 @@ def offloaded_by_deepspeed(rank, world_size, path, precision):
     }
     offload = json.loads(open(path).read())["zero_optimization"]
     spec = planned_run(config, batch, precision, offload, stage=stage, on_cpu=True)
-    load = load_of_run(spec, load_model_config("demo"), {"all": (numel, numel)})
-    return held, {part: host_parts(load)[part] for part in held}
+    planned = setting_of_run(spec, load_model_config("demo"), {"all": (numel, numel)})
+    return held, {part: host_parts(planned)[part] for part in held}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -101,18 +101,18 @@ def big_g(*flags: str, host: float = float("inf"), dp_size: int = 8, preset: dic
 
 def test_pinned_memory_is_counted_in_powers_of_2():
     question = big_g(dp_size=1)
-    load = question.load(question.spec)
-    own, parts = load.trainable, host_parts(load)
+    planned = question.setting(question.spec)
+    own, parts = planned.trainable, host_parts(planned)
     assert 2 * 10**9 < own < 3 * 10**9
     assert parts["gradients"] == 16 * GIB + 3 * 4 * GIB  # all in one; in groups of a billion elements
     assert parts["optimizer"] == 12 * own
-    zero = load.zero | {"offload_optimizer": {"device": "cpu"}}
-    assert host_parts(dataclasses.replace(load, zero=zero))["gradients"] == 8 * own
+    zero = planned.zero_options | {"offload_optimizer": {"device": "cpu"}}
+    assert host_parts(planned.with_(zero_options=zero))["gradients"] == 8 * own
 
 
 def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not():
     question = big_g("--pixel-cache-gb", "1")
-    needed = host_bytes(question.load(question.spec), 8)
+    needed = host_bytes(question.setting(question.spec), 8)
     assert needed > 12 * 2.5e9
     dataclasses.replace(question, host=needed).check()
     with pytest.raises(
@@ -123,11 +123,11 @@ def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not(
 
 def test_the_first_host_of_many_holds_the_first_copy_of_16_bit_parameters():
     question = big_g(dp_size=512)
-    load = question.load(question.spec)
-    parts = host_parts(load)
+    planned = question.setting(question.spec)
+    parts = host_parts(planned)
     state, later = (sum(parts[name] for name in names) for names in (("optimizer", "gradients"), ("checkpoint",)))
-    assert host_bytes(load, 8) == 8 * state + 4 * load.trainable > 8 * (state + later)
-    whole = dataclasses.replace(load, precision="amp_bf16")
+    assert host_bytes(planned, 8) == 8 * state + 4 * planned.trainable > 8 * (state + later)
+    whole = dataclasses.replace(planned, precision="amp_bf16")
     assert host_bytes(whole, 8) == 8 * sum(host_parts(whole).values())
 
 
@@ -137,10 +137,10 @@ def test_on_a_cpu_all_is_one_memory_and_nothing_counts_twice():
 
     buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": BUCKET}}  # as large as where it offloads
     plain, offloaded = question(preset=buckets), question(preset=OFFLOAD)
-    load = offloaded.load(offloaded.spec)
-    own, difference = load.trainable / 8, offloaded.parts(offloaded.spec)["peak"] - plain.parts(plain.spec)["peak"]
+    planned = offloaded.setting(offloaded.spec)
+    own, difference = planned.trainable / 8, offloaded.parts(offloaded.spec)["peak"] - plain.parts(plain.spec)["peak"]
     assert difference == pytest.approx(4 * own)  # the gradient that the optimizer is given, in addition to the sum
-    assert parts_of(load)["optimizer"] == parts_of(load)["gradients"] == 0
+    assert memory_of(planned)["optimizer"] == memory_of(planned)["gradients"] == 0
     dataclasses.replace(offloaded, host=0.0).check()  # capacity is all there is to ask for
     kept = plain.spec.change(pixel_cache_gb="1", accum_freq=9)
     none = kept.change(pixel_cache_gb="0")
@@ -183,13 +183,8 @@ def test_the_dry_run_s_pixels_are_where_they_are():
 
     def table(on_cpu: bool = False, **changes) -> str:
         spec = question.spec.change(**changes)
-
-        def load(pixel_cache_gb: str):
-            run = planned_run(spec.change(pixel_cache_gb=pixel_cache_gb).flags, spec.batch, "bf16",
-                              OFFLOAD["zero_optimization"], stage=3, on_cpu=on_cpu)  # fmt: skip
-            return load_of_run(run, question.cfg, question.counts)
-
-        lines = _host_table(load, spec.flags, 8, on_cpu=on_cpu, free=1000e9)
+        run = planned_run(spec.flags, spec.batch, "bf16", OFFLOAD["zero_optimization"], stage=3, on_cpu=on_cpu)
+        lines = _host_table(setting_of_run(run, question.cfg, question.counts), spec.flags, 8, free=1000e9)
         return next(line for line in lines if line.startswith("  pixels"))
 
     assert f"{8 * one / 2**20:.1f} MiB (auto" in table()

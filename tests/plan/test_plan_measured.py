@@ -11,9 +11,8 @@ from benchmarks.rows import rows, where
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
 from infcl.models import CLIP, load_model_config
-from infcl.plan.loads import parameter_counts
 from infcl.plan.profile import load_gpu
-from infcl.plan.setting import Setting
+from infcl.plan.setting import Setting, parameter_counts
 from infcl.plan.timing import LEAD_SECONDS, loss_seconds, step_seconds
 from tests.lib import measured
 from tests.lib.measured import (

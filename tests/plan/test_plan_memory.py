@@ -1,7 +1,6 @@
 """The memory of a plan, part by part, counted against what live tensors and graphs take."""
 
 import dataclasses
-import functools
 import json
 from unittest import mock
 
@@ -14,30 +13,25 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.rows import rows as rows_of
 from infcl.config import BatchPlan, TrainConfig
-from infcl.config.preset import BUCKET, read_preset
+from infcl.config.preset import read_preset
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.models import CLIP, load_model_config
-from infcl.plan.activations import activation_bytes
-from infcl.plan.loads import kept_trunks, parameter_counts, trained_blocks
-from infcl.plan.memory import bucket_bytes, gathered_bytes, loss_bytes, memory_of, state_bytes
-from infcl.plan.profile import load_gpu
-from infcl.plan.setting import Setting
+from infcl.plan.memory import (
+    activation_bytes,
+    bucket_bytes,
+    gathered_bytes,
+    graph_bytes,
+    loss_bytes,
+    memory_of,
+    state_bytes,
+)
+from infcl.plan.setting import Setting, kept_trunks, parameter_counts, trained_blocks
 from infcl.train.build import build_model
 from tests.lib.measured import FIRST_PART_APART
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
-from tests.lib.specs import load, memory_of_run, memory_plan
+from tests.lib.specs import memory_of_run, memory_plan, setting
 from tests.lib.training import demo_config
-
-
-def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
-    model = CLIP(load_model_config("demo"))
-    model.lock_text_tower()
-    counts = parameter_counts(model)
-    assert sum(total for total, _ in counts.values()) == sum(p.numel() for p in model.parameters())
-    assert counts["text"][1] == 0 < counts["text"][0]
-    assert counts["image"][0] == counts["image"][1] == sum(p.numel() for p in model.visual.parameters())
-    assert counts["scalars"] == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +40,7 @@ def test_parameters_are_counted_by_tower_with_what_a_lock_leaves_trainable():
      (1, "bf16", 2 + 6 + 3), (1, "fp16", 2 + 4 + 3), (3, "fp16", 0.5 + 1 + 3)],
 )  # fmt: skip
 def test_state_of_four_ranks_by_stage(stage, precision, per_parameter):
-    parts = state_bytes(load(trainable=1000, ranks=4, stage=stage, precision=precision))
+    parts = state_bytes(setting(trainable=1000, ranks=4, zero=stage, precision=precision))
     assert sum(parts.values()) == 1000 * per_parameter
 
 
@@ -80,8 +74,8 @@ def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(
     found = run_ranks(bytes_of_buckets, 2, presets)[0]
     assert found == {"fp32": 4, "bf16": 0, "fp16": 4}
     for precision, size in found.items():
-        assert bucket_bytes(load(trainable=1000, zero=zero, precision=precision)) == 2 * 5e8 * size
-    offloaded = load(trainable=1000, zero=zero, precision="bf16", offloads=("optimizer",))
+        assert bucket_bytes(setting(trainable=1000, zero_options=zero, precision=precision)) == 2 * 5e8 * size
+    offloaded = setting(trainable=1000, zero_options=zero, precision="bf16", offloads=("optimizer",))
     assert bucket_bytes(offloaded) == 2 * 5e8 * 4
 
 
@@ -92,17 +86,9 @@ def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(
      ({"stage3_max_reuse_distance": 2e8, "stage3_prefetch_bucket_size": 0}, 2e8)],
 )  # fmt: skip
 def test_what_stays_gathered_follows_the_reuse_distance_and_not_the_limit_of_prefetching(options, kept):
-    sizes = {"trainable": 3 * 10**9, "zero": options, "ranks": 4, "precision": "bf16"}
-    assert gathered_bytes(load(**sizes, stage=3)) == pytest.approx(kept * 2 * 3 / 4)
-    assert gathered_bytes(load(**sizes, stage=2)) == 0
-
-
-def test_a_tiled_loss_needs_memory_linear_in_the_batch_and_a_dense_one_the_square():
-    def total(name, rows):
-        return sum(loss_bytes(name, rows=rows, ranks=8, width=768).values())
-
-    assert total("inf_cl", 2**18) / total("inf_cl", 2**17) < 2
-    assert total("clip", 2**18) / total("clip", 2**17) > 3.9
+    sizes = {"trainable": 3 * 10**9, "zero_options": options, "ranks": 4, "precision": "bf16"}
+    assert gathered_bytes(setting(**sizes, zero=3)) == pytest.approx(kept * 2 * 3 / 4)
+    assert gathered_bytes(setting(**sizes, zero=2)) == 0
 
 
 def test_dense_losses_take_about_what_was_measured():
@@ -232,30 +218,12 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(de
     trained = sum(all(p.requires_grad for p in block.parameters()) for block in blocks)
     assert trained_blocks(config, cfg) == {"image": trained, "text": 12}
     parts = memory_of_run(cfg, BatchPlan(1, 2, 16), config, parameter_counts(model), "fp32", {}, stage=1)
-    one = load(cfg, micro_batch_size=16, precision="fp32", compiled=False)
+    one = setting(cfg, micro_batch=16, precision="fp32", compiled=False)
     whole = activation_bytes(one)
     text = activation_bytes(dataclasses.replace(one, blocks={"image": 0, "text": 12}))
     stream, pixels = 16 * 50 * 768 * 4, 16 * 3 * 224**2 * 4
     around = stream * (trained > 0) + (stream + pixels) * (trained == 12)
     assert parts["activations"] == pytest.approx(text + (whole - text - 2 * stream - pixels) * trained / 12 + around)
-
-
-def test_the_graph_of_a_partly_locked_tower_is_what_autograd_keeps(demo_folder, tmp_path):
-    """By differences of two more trained blocks."""
-    base = load_model_config("ViT-B-16")
-    vision = dataclasses.replace(base.vision_cfg, width=128, layers=6, image_size=80)
-    cfg = dataclasses.replace(
-        base, vision_cfg=vision, text_cfg=dataclasses.replace(base.text_cfg, layers=1, vocab_size=100)
-    )
-    kept, planned = [], []
-    for groups in (2, 4):
-        config = demo_config(demo_folder, tmp_path, lock_image=True, lock_image_unlocked_groups=groups)
-        model = build_model(config, cfg)[0].train()
-        images, texts = torch.zeros(2, 3, 80, 80, dtype=torch.uint8), torch.ones(2, 77, dtype=torch.int64)
-        kept.append(saved_bytes(model, functools.partial(model, images, texts)))
-        sizes = {"micro_batch_size": 2, "precision": "fp32", "checkpointing": False}
-        planned.append(activation_bytes(load(cfg, blocks=trained_blocks(config, cfg), **sizes)))
-    assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0], rel=0.02)
 
 
 def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_folder, tmp_path):
@@ -297,39 +265,24 @@ def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, r
     for stage in (1, 2, 3):
         of_stage = dataclasses.replace(config, deepspeed_config=f"ds_configs/zero{stage}.json", precision=precision)
         gpus = ranks * config.tensor_parallel_size
-        setting = Setting(
-            model=cfg, gpu=load_gpu("h200"), gpus=gpus, global_batch=batch.global_batch_size, micro_batch=24,
+        planned = Setting(
+            model=cfg, gpus=gpus, global_batch=batch.global_batch_size, micro_batch=24,
             zero=stage, precision=precision, **{"gpus_per_node": gpus, "checkpointing": False} | changes,
         )  # fmt: skip
-        hosts = setting.nodes
+        hosts = planned.nodes
         zero = read_preset(of_stage, "cuda", hosts=hosts)[0]["zero_optimization"]
         where = {"ranks_of_host": gpus // hosts} if hosts > 1 else {}
         run = memory_of_run(cfg, batch, config, counts, precision, zero, stage=stage, **where)
-        setting.check()
-        assert run == pytest.approx(memory_of(setting), rel=1e-6)
-
-
-def test_the_total_of_the_memory_plan_falls_with_the_stage_from_one_on(demo_folder, tmp_path):
-    cfg = load_model_config("ViT-B-16")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
-    plan = memory_plan(cfg, BatchPlan(8, 4, 64), demo_config(demo_folder, tmp_path), counts, "amp_bf16", {})
-    sums = [sum(column) for column in zip(*(plan[part] for part in plan if part != "peak"))]
-    # What is there before a backward alone, or in it alone: in stages 1 and 2 DeepSpeed's buckets too.
-    small = min(plan["loss"][0], plan["backward"][0])
-    either = [small, plan["loss"][1], plan["loss"][2], small]
-    assert plan["peak"] == [pytest.approx(whole - least) for whole, least in zip(sums, either)]
-    assert plan["peak"][1] > plan["peak"][2] >= plan["peak"][3] - plan["loss"][3]
-    # DeepSpeed keeps up to a billion gathered parameters: a small model is whole on every rank in stage 3 too.
-    assert plan["parameters"][2] == pytest.approx(plan["parameters"][3] + plan["gathered parameters"][3])
+        planned.check()
+        assert run == pytest.approx(memory_of(planned), rel=1e-6)
 
 
 def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more(demo_folder, tmp_path):
     cfg = load_model_config("ViT-B-32")
     with torch.device("meta"):
         counts = parameter_counts(CLIP(cfg))
-    sizes = {"micro_batch_size": 16, "precision": "amp_bf16", "checkpointing": False}
-    graph, eager = (activation_bytes(load(cfg, compiled=compiled, **sizes)) for compiled in (True, False))
+    sizes = {"micro_batch": 16, "precision": "amp_bf16", "checkpointing": False}
+    graph, eager = (activation_bytes(setting(cfg, compiled=compiled, **sizes)) for compiled in (True, False))
 
     def parts(on_cpu=False, **flags):
         config = demo_config(demo_folder, tmp_path, **flags)
@@ -355,7 +308,7 @@ def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more
 def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, precision, overlap, buffers):
     def counted(trainable: int) -> float:
         zero = {"reduce_bucket_size": 1000, "overlap_comm": overlap}
-        return bucket_bytes(load(trainable=trainable, zero=zero, stage=stage, precision=precision))
+        return bucket_bytes(setting(trainable=trainable, zero_options=zero, zero=stage, precision=precision))
 
     assert counted(1000) == 1000 * buffers
     if stage == 3:  # gradients that wait, as many as there are: three buckets at most
@@ -365,16 +318,71 @@ def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, 
     assert counted(1001) == 1000 * buffers + flattened
 
 
+# ---- activations ----
+
+
+def saved_by_a_forward(cfg, micro_batch_size: int, dtype: torch.dtype, checkpointing: bool) -> int:
+    model = CLIP(cfg, activation_checkpointing=checkpointing).train().to(dtype)
+    side = cfg.vision_cfg.image_size
+    images = torch.zeros(micro_batch_size, 3, side, side, dtype=torch.uint8)
+    texts = torch.ones(micro_batch_size, cfg.text_cfg.context_length, dtype=torch.int64)
+    return saved_bytes(model, lambda: model(images, texts))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_whole_graph_is_what_autograd_keeps(precision, dtype, checkpointing):
+    """Of one sample more; embeddings and heads included."""
+    base = load_model_config("ViT-B-16")
+    text = dataclasses.replace(base.text_cfg, layers=2, vocab_size=100)
+    cfg = dataclasses.replace(base, text_cfg=text, vision_cfg=dataclasses.replace(base.vision_cfg, layers=2))
+    sizes = {"precision": precision, "checkpointing": checkpointing, "compiled": False}
+    planned = [activation_bytes(setting(cfg, micro_batch=size, **sizes)) for size in (2, 3)]
+    kept = [saved_by_a_forward(cfg, size, dtype, checkpointing) for size in (2, 3)]
+    assert planned[1] - planned[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "stage", "measured"),
-    [(1, 1, 18.5), (1, 3, 14.1)],  # GiB on an H200: docs/benchmarks; more in tests/plan/test_plan_measured.py
-)
-def test_the_estimate_is_near_what_was_measured(demo_folder, tmp_path, ranks, stage, measured):
-    cfg = load_model_config("ViT-L-14")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
-    config = demo_config(demo_folder, tmp_path, grad_checkpointing=True)
-    # The code of then had buckets of a second type, for the gradient of the convolution.
-    zero = {"overlap_comm": True, "reduce_bucket_size": BUCKET * (1.5 if stage == 3 else 2)}
-    plan = memory_plan(cfg, BatchPlan(ranks, 2, 128), config, counts, "amp_bf16", zero)
-    assert plan["peak"][stage] / 2**30 == pytest.approx(measured, rel=0.05)
+    ("trained", "checkpointing", "tower"),
+    [((12, 12), True, "image"), ((12, 12), False, "text"), ((0, 12), True, "text"), ((12, 0), True, "image"),
+     ((12, 0), False, "image")],
+)  # fmt: skip
+def test_a_backward_adds_what_one_block_of_a_tower_needs(trained, checkpointing, tower):
+    """Of the image tower less what the text tower has freed by then, whichever tower's turn is worse."""
+    cfg, tokens = load_model_config("ViT-B-16"), {"image": 197, "text": 77}
+    blocks = dict(zip(("image", "text"), trained))
+    parts = graph_bytes(setting(cfg, micro_batch=4, precision="bf16", checkpointing=checkpointing, blocks=blocks))
+    added = {
+        name: 4 * tokens[name] * width * (12 + 32 * checkpointing) for name, width in (("image", 768), ("text", 512))
+    }
+    freed = 4 * 77 * 512 * trained[1] * (2 if checkpointing else 32) * (tower == "image")
+    assert parts["backward"] == pytest.approx(added[tower] - freed)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_convolutional_stem_counts_as_what_autograd_keeps_of_it(precision, dtype, checkpointing):
+    """By the difference of one that is finer; nothing of a stem is recomputed."""
+    base = load_model_config("demo")
+    kept, planned = [], []
+    for stem in (((96, 8, 8),), ((40, 3, 2), (56, 3, 2), (96, 3, 2))):
+        cfg = dataclasses.replace(base, vision_cfg=dataclasses.replace(base.vision_cfg, image_size=64, conv_stem=stem))
+        kept.append(saved_by_a_forward(cfg, 3, dtype, checkpointing))
+        sizes = {"micro_batch": 3, "precision": precision, "checkpointing": checkpointing}
+        planned.append(activation_bytes(setting(cfg, **sizes)))
+    assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0], rel=0.01) and planned[1] > planned[0]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_text_tower_is_first_in_the_backward(checkpointing):
+    """So its graph is gone when the image tower's blocks are recomputed: graph_bytes counts on it."""
+    cfg, order = load_model_config("demo"), []
+    model = CLIP(cfg, activation_checkpointing=checkpointing).train()
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: order.append(name.startswith("visual.")))
+    side = cfg.vision_cfg.image_size
+    images = torch.zeros(2, 3, side, side, dtype=torch.uint8)
+    out = model(images, torch.ones(2, cfg.text_cfg.context_length, dtype=torch.int64))
+    (out["image_features"].sum() + out["text_features"].sum()).backward()
+    first = order.index(True)
+    assert 0 < first and all(order[first:]) and not any(order[:first])

@@ -7,7 +7,7 @@ import torch
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
 from infcl.models import CLIP, load_model_config
-from infcl.plan.loads import parameter_counts
+from infcl.plan.setting import parameter_counts
 from infcl.train.dry_run import _graphs_line, _memory_table
 from tests.lib.checkout import ROOT
 from tests.lib.entry import command, forked

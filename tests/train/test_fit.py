@@ -9,7 +9,7 @@ import torch
 
 from infcl.config import parse_args, resolve
 from infcl.models import CLIP, load_model_config
-from infcl.plan.loads import parameter_counts
+from infcl.plan.setting import parameter_counts
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
 from tests.lib.entry import command, forked

@@ -10,10 +10,9 @@ import torch
 from benchmarks.rows import rows
 from infcl.config import BatchPlan, TrainConfig
 from infcl.models import load_model_config
-from infcl.plan.activations import graph_bytes
-from infcl.plan.memory import HEADROOM
+from infcl.plan.memory import HEADROOM, graph_bytes
 from infcl.train.resident import _needed_bytes, graphs_to_keep, resident_micro_batches
-from tests.lib.specs import load, spec_of
+from tests.lib.specs import setting, spec_of
 
 H200 = 140 * 2**30  # bytes
 
@@ -32,8 +31,8 @@ def needed(batch: BatchPlan, *, width: int = 512, **flags) -> float:
 def beside_towers(loss: str, rows: int, ranks: int, width: int) -> float:
     """Of `rows` pairs a rank."""
     with (
-        mock.patch("infcl.plan.memory.graph_bytes", lambda load: {"backward": 0.0}),
-        mock.patch("infcl.plan.memory.pixels_on_device", lambda load: 0.0),
+        mock.patch("infcl.plan.memory.graph_bytes", lambda setting: {"backward": 0.0}),
+        mock.patch("infcl.plan.memory.pixels_on_device", lambda setting: 0.0),
     ):
         return needed(BatchPlan(ranks, 1, rows), width=width, loss=loss)
 
@@ -56,7 +55,7 @@ def test_pixels_and_blocks_that_are_computed_again_are_left_their_room():
     moving = needed(BatchPlan(2, 4, 1024))
     assert moving >= 3 * pixels
     assert needed(BatchPlan(2, 4, 1024), pixel_cache_gb="gpu") - moving == pytest.approx(3 * pixels)
-    graphs = graph_bytes(load(load_model_config("ViT-B-32"), micro_batch_size=8192, checkpointing=True))
+    graphs = graph_bytes(setting(load_model_config("ViT-B-32"), micro_batch=8192, checkpointing=True))
     assert graphs["backward"] > 0.5 * graphs["activations"]
     left = graphs["backward"] + 3 * 8192 * 3 * 224**2 + beside_towers("inf_cl", 8 * 8192, 1, 512)
     assert needed(BatchPlan(1, 8, 8192), grad_checkpointing=True) == pytest.approx(left)
