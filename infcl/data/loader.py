@@ -52,13 +52,6 @@ class TooManyBadSamples(RuntimeError):
     """
 
 
-_MEANT = {  # explains a value of the fingerprint that differs from the run's
-    "global_batch_size": " (data-parallel ranks x --accum-freq x --batch-size, or --global-batch-size)",
-    "manifest_sha256": " (of the shards' names, sizes, sample counts and factors, as the reader counts them)",
-    "tokenizer_sha256": " (of the model file)",
-}
-
-
 class StepLoader:
     """Position, state and report of a loader. TrainLoader makes its source from a DataConfig.
 
@@ -68,8 +61,6 @@ class StepLoader:
     def __init__(
         self, source: Source, share: Share, *, seed: int, max_bad_fraction: float = 1.0, tokenizer_sha256: str = ""
     ):
-        if seed < 0:
-            raise ValueError(f"seed {seed} must not be negative")
         self.steps_per_epoch, self.num_samples = source.steps_per_epoch, source.num_samples
         self.repeats = source.repeats
         self._source, self._share, self._max_bad_fraction = source, share, max_bad_fraction
@@ -111,9 +102,7 @@ class StepLoader:
             TooManyBadSamples: after a step with too many bad samples.
         """
         if again and not self._source.repeats:
-            raise ValueError(
-                "the streaming reader cannot read micro-batches a second time; use --dataset-type webdataset"
-            )
+            raise ValueError("--dataset-type streaming cannot read micro-batches a second time; use webdataset")
         source = self._source.micro_batches(self._epoch, self._step, again)
         for _ in range(len(self)):
             position = self._epoch * self.steps_per_epoch + self._step + 1
@@ -135,10 +124,7 @@ class StepLoader:
     def set_position(self, epoch: int, step: int) -> None:
         """Set the step that is yielded next. Raises ValueError outside 0 <= step < steps_per_epoch."""
         if epoch < 0 or not 0 <= step < self.steps_per_epoch:
-            raise ValueError(
-                f"no step {step} in epoch {epoch}: an epoch has {self.steps_per_epoch} steps, counted from 0; "
-                f"use divmod(global_step, steps_per_epoch)"
-            )
+            raise ValueError(f"no step {step} in epoch {epoch}: an epoch has {self.steps_per_epoch} steps")
         self._epoch, self._step = epoch, step
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,7 +137,7 @@ class StepLoader:
         Raises ValueError if the seed, global batch size, data or tokenizer differs.
         """
         different = [
-            f"{name} is {value!r} now and was {state.get(name)!r}{_MEANT.get(name, '')}"
+            f"{name} is {value!r} now and was {state.get(name)!r}"
             for name, value in self._fingerprint.items()
             if state.get(name) != value
         ]

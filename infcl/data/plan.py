@@ -41,13 +41,8 @@ class Share:
     parts: int = 1
 
     def __post_init__(self):
-        if (
-            min(self.micro_batch_size, self.num_micro_batches, self.world_size) < 1
-            or not 0 <= self.rank < self.world_size
-        ):
-            raise ValueError(f"sizes must be at least 1 and 0 <= rank < world_size: {self}")
-        if not 0 <= self.part < self.parts or self.micro_batch_size % self.parts:
-            raise ValueError(f"{self.parts} parts must divide a micro-batch of {self.micro_batch_size}: {self}")
+        assert min(self.micro_batch_size, self.num_micro_batches) > 0 and self.micro_batch_size % self.parts == 0, self
+        assert 0 <= self.rank < self.world_size and 0 <= self.part < self.parts, self
 
     @property
     def rows(self) -> int:
@@ -154,15 +149,13 @@ def _upsampled(length: np.ndarray, factor: np.ndarray, seed: int, epoch: int) ->
     copies, lengths = [], []
     for group, value in enumerate(np.unique(factor).tolist()):
         chunks = np.flatnonzero(factor == value)
-        copies += [chunks] * int(value)
-        lengths += [length[chunks]] * int(value)
         wanted = round((value - int(value)) * int(length[chunks].sum()))
         raw = draw(seed, epoch, group, stream=_SUBSET_STREAM, count=len(chunks))
         some = chunks[np.argsort(raw, kind="stable")]
         before = np.cumsum(length[some]) - length[some]
         some = some[before < wanted]
-        copies.append(some)
-        lengths.append(np.minimum(length[some], wanted - before[: len(some)]))
+        copies += [chunks] * int(value) + [some]
+        lengths += [length[chunks]] * int(value) + [np.minimum(length[some], wanted - before[: len(some)])]
     return np.concatenate(copies), np.concatenate(lengths)
 
 

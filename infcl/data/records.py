@@ -48,7 +48,8 @@ class ShardReader:
     """Reader of records by global sample number. It keeps a bounded number of open files and indexes.
 
     A failed read is retried (storage.retry). If a shard still cannot be read, or has changed since it was indexed, its
-    records have a `fault`, and the reader waits before it tries that shard again.
+    records have a `fault`, and the reader waits before it tries that shard again. Workers are forked before the first
+    read, so that processes share no connection.
 
     Args:
         manifest: the shards.
@@ -77,9 +78,6 @@ class ShardReader:
         )
         self._open: OrderedDict[int, tuple[ShardFile, np.ndarray]] = OrderedDict()  # shard -> (file, members)
         self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (time of the next attempt, fault)
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_open": OrderedDict()}  # file descriptors belong to one process
 
     def __str__(self) -> str:
         shards = len(self.manifest.shards)

@@ -48,9 +48,6 @@ class WorkerBoard:
         self.name_of = name_of
         self._rows = torch.full((max(1, num_workers), 3), -1.0, dtype=torch.float64).share_memory_()
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"name_of": None}  # used only in the main process
-
     def reads(self, part: int) -> None:
         """Record that this worker starts to read a part."""
         self._rows[_worker(), :2] = torch.tensor([part, time.monotonic()], dtype=torch.float64)
@@ -162,13 +159,12 @@ def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -
         rank: rank of this process.
         memory_mb: `WorkerBoard.memory_mb`.
     """
-    words = str(error).partition("\n")[0]
+    words = str(error).partition("\n")[0].rstrip(". ")
     if not re.match(r"DataLoader worker \(pid\S* [\d, ]+\) (is killed|exited unexpectedly)", words):
         return None
-    held = f"its workers held {sum(memory_mb):,.0f} MB" if memory_mb else "there was no batch yet"
     return (
-        f"a worker of the loader of rank {rank} has died ({words.rstrip('. ')}; {held}). If nobody killed it, the "
-        "system ran out of memory: use fewer --workers, a smaller --batch-size, or more memory"
+        f"a worker of the loader of rank {rank} has died ({words}; its workers held {sum(memory_mb):,.0f} MB). If "
+        "nobody killed it, the system ran out of memory: use fewer --workers, a smaller --batch-size, or more memory"
     )
 
 

@@ -155,15 +155,6 @@ def test_ranks_are_disjoint_and_the_global_batch_does_not_depend_on_their_number
         assert all(len(set(step)) == 12 for step in expected)
 
 
-def test_augmentation_belongs_to_the_position_not_to_the_rank(shards, tokenizer):
-    one = step_loader(shards, tokenizer, num_micro_batches=2)
-    two = step_loader(shards, tokenizer, num_micro_batches=1, rank=1, world_size=2)
-    assert torch.equal(next(iter(one))[1]["images"], next(iter(two))[0]["images"])
-    other_epoch = step_loader(shards, tokenizer, num_micro_batches=2)
-    other_epoch.set_position(1, 0)
-    assert digest(other_epoch) != digest(one)
-
-
 def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, tokenizer):
     loader = step_loader(shards, tokenizer, num_samples=12)
     first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
@@ -172,7 +163,7 @@ def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, token
 
 def test_a_wrong_position_or_state_is_rejected_with_both_values(shards, tokenizer):
     loader = step_loader(shards, tokenizer)
-    with pytest.raises(ValueError, match="no step 8 in epoch 0: an epoch has 8 steps"):
+    with pytest.raises(ValueError, match="no step 8 in epoch 0"):
         loader.set_position(0, 8)
     state = loader.state_dict()
     with pytest.raises(ValueError, match="seed is 6 now and was 5"):
@@ -180,7 +171,7 @@ def test_a_wrong_position_or_state_is_rejected_with_both_values(shards, tokenize
     with pytest.raises(ValueError, match="global_batch_size is 3 now and was 6"):
         step_loader(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
     with pytest.raises(
-        ValueError, match="of the shards' names, sizes.*; now 2 shards hold .*, then 5 shards hold .*--pretrained RUN"
+        ValueError, match="manifest_sha256 .*; now 2 shards hold .*, then 5 shards hold .*--pretrained RUN"
     ):
         step_loader(shards + "/{00000,00001}.tar", tokenizer).load_state_dict(state)
 
@@ -224,13 +215,6 @@ def test_workers_whose_sockets_would_have_too_long_a_path_are_rejected(shards, t
     step_loader(shards, tokenizer)
 
 
-def test_a_dataset_travels_to_a_spawned_worker(shards, tokenizer):
-    source = step_loader(shards, tokenizer)._source
-    item = next(iter(source))
-    here, there = source._loader.dataset[item], pickle.loads(pickle.dumps(source._loader.dataset))[item]
-    assert all(torch.equal(here[0][name], there[0][name]) for name in here[0]) and here[1] == there[1]
-
-
 def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
     with pytest.raises(
         ValueError, match="hold 53 .*batch of 60 \\(data-parallel ranks x micro-batches x samples: 2 x 3 x 10\\)"
@@ -238,8 +222,6 @@ def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer):
         step_loader(shards, tokenizer, micro_batch_size=10, num_micro_batches=3, world_size=2)
     with pytest.raises(ValueError, match="100 samples per epoch were requested .*but 5 shards hold 53"):
         step_loader(shards, tokenizer, num_samples=100)
-    with pytest.raises(ValueError, match="seed -1"):
-        step_loader(shards, tokenizer, seed=-1)
 
 
 def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer, caplog, monkeypatch):

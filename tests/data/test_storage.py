@@ -1,3 +1,4 @@
+import contextlib
 import os
 import tarfile
 import tempfile
@@ -257,4 +258,7 @@ def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, t
     dataset.collection._read_shard = lambda *a: open(tmp_path / "never")  # nobody ever writes to it
     with pytest.raises(RuntimeError, match=r"no batch for 3 s; worker 0 reads .*0.tar for [0-9]+ s"):
         next(iter(loader))
-    loader._source._loader._iterator._workers[0].kill()  # or torch would wait for it
+    worker = loader._source._loader._iterator._workers[0]
+    with contextlib.suppress(RuntimeError):  # torch's, in its signal handler
+        worker.kill()  # or torch would wait for it
+        worker.join()

@@ -4,6 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
+from infcl.data.evaluation import caption_list
 from infcl.data.loader import TrainLoader
 from infcl.data.table import TableColumns, TableReader
 from tests.lib.shard_files import encode, picture
@@ -129,3 +130,12 @@ def test_a_table_that_lies_elsewhere_is_the_same_data(table, tmp_path, monkeypat
     assert TableReader(str(copy / "t.csv")).sha256 == TableReader("t.csv").sha256 == here
     (copy / "t.csv").write_text(table.read_text().replace("number 4", "number 5"))
     assert TableReader("t.csv").sha256 != here
+
+
+@pytest.mark.parametrize("read", [TableReader, caption_list])
+def test_a_line_without_an_end_is_no_table_or_list(tmp_path, monkeypatch, read):
+    with open(tmp_path / "t", "wb") as file:
+        file.write(b"filepath\ttitle\n" if read is TableReader else b"")
+        file.truncate(17 << 20)
+    with pytest.raises(ValueError, match="t: a line of more than 16 MB"):
+        read(tmp_path / "t" if read is caption_list else str(tmp_path / "t"))

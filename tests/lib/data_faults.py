@@ -11,7 +11,6 @@ import pickle
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,34 +220,31 @@ class Outcome:
     used: int = 0
     report: dict[str, int] = field(default_factory=dict)
     error: str = ""
-    seconds: float = 0.0
+    executed: bool = False  # whether any code of the data was executed
 
-    def __str__(self) -> str:
-        counted = ", ".join(f"`{name}` {n}" for name, n in self.report.items() if name != "samples")
-        return f"ends: {self.error}" if self.error else f"{self.used} used" + (f"; {counted}" if counted else "")
+    def cell(self, reader: str) -> str:
+        """Return the cell of the page's table."""
+        counts = [f"`{name}`" + f" {n}" * (reader == "indexed") for name, n in self.report.items() if name != "samples"]
+        return f"ends: {self.error}" if self.error else f"{self.used} used" + "; " * bool(counts) + ", ".join(counts)
 
 
-def run_case(case: Callable[[Place], str], reader: str, folder: Path, tokenizer: Tokenizer) -> tuple[Outcome, bool]:
-    """Read an epoch; return its outcome, and whether any code of the data was executed."""
+def run_case(case: Callable[[Place], str], reader: str, folder: Path, tokenizer: Tokenizer) -> Outcome:
+    """Read an epoch with the "indexed" or "streaming" reader."""
     for shard in range(3):
         members = [m for i in range(10 * shard, 10 * shard + 10) for m in pair_members(i)]
         write_tar(folder / "shards" / f"{shard}.tar", members)
-    started, outcome = time.monotonic(), Outcome()
+    outcome = Outcome()
     with serving(folder / "shards") as (web_url, web):
         place = Place(folder, web, web_url)
         urls, options = case(place), place.options
         before = options.pop("before", None)
         storage = {"TIMEOUT": 5.0, "ATTEMPTS": 3, "BACKOFF": 0.01} | options.pop("storage", {})
-        options |= {"num_samples": 200} if reader == "streaming" else {}
+        if reader == "streaming":
+            options |= {"num_samples": 200, "dataset_type": "streaming"}
         try:
             with patch.multiple("infcl.data.storage", **storage):
                 loader = small_loader(
-                    urls,
-                    tokenizer,
-                    max_bad_fraction=0.95,
-                    dataset_type="streaming" if reader == "streaming" else "webdataset",
-                    index_cache=str(folder / "index"),
-                    **options,
+                    urls, tokenizer, max_bad_fraction=0.95, index_cache=str(folder / "index"), **options
                 )
                 if before:
                     before()
@@ -257,12 +253,11 @@ def run_case(case: Callable[[Place], str], reader: str, folder: Path, tokenizer:
                     used.add(int(batch["ids"]))
                     if reader == "streaming" and len(used) == GOOD + 3:
                         break
-            outcome.used = len(used)
-            outcome.report = loader.report()
+            outcome.used, outcome.report = len(used), loader.report()
         except (ValueError, RuntimeError) as error:
             outcome.error = _first_line(str(error), folder, web_url)
-    outcome.seconds = time.monotonic() - started
-    return outcome, (folder / "executed").exists()
+    outcome.executed = (folder / "executed").exists()
+    return outcome
 
 
 def _first_line(message: str, folder: Path, web_url: str) -> str:
@@ -271,19 +266,14 @@ def _first_line(message: str, folder: Path, web_url: str) -> str:
 
 
 def main(path: str) -> None:
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer, rows = caption_tokenizer(Path(folder)), []
+        tokenizer = caption_tokenizer(Path(folder))
         for number, (what, case, _) in enumerate(CASES):
-            cells = []
-            for reader in ("indexed", "streaming"):
-                outcome, executed = run_case(case, reader, Path(folder) / f"{number}{reader}", tokenizer)
-                assert not executed
-                if reader == "streaming" and not outcome.error:
-                    outcome.report = dict.fromkeys(n for n in outcome.report if n != "samples")
-                    counted = ", ".join(f"`{name}`" for name in outcome.report)
-                    cells.append(f"{outcome.used} used" + (f"; {counted}" if counted else ""))
-                else:
-                    cells.append(str(outcome))
+            cells = [
+                run_case(case, reader, Path(folder) / f"{number}{reader}", tokenizer).cell(reader)
+                for reader in ("indexed", "streaming")
+            ]
             rows.append(f"| {what} | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
             print(rows[-1], flush=True)
     Path(path).write_text(_HEAD + "\n".join(rows) + "\n")

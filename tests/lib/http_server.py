@@ -3,27 +3,28 @@
 import threading
 from collections import Counter
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
+@dataclass
 class Behaviour:
-    """Behaviour of the server; tests change it while it runs.
+    """Behaviour of the server; tests change it while it runs."""
 
-    ranges: support Range. fail: number of next requests to answer with 503. stall: send nothing more after this many
-    bytes of a body. short: close the connection after this many bytes of a body. tag: the ETag. redirect: redirect
-    requests for /x to /moved/x. trickle: after this many bytes of a body, send one byte every 0.1 s. drip: send one
-    byte of a header every 0.1 s, for ever. drip_chunk: the same in the length of the body's first chunk. shift: start
-    this many bytes after the requested offset. tells_size: answers to Range requests have the file's size.
-    """
-
-    def __init__(self):
-        self.ranges, self.fail, self.stall, self.short, self.tag, self.redirect = True, 0, None, None, "1", False
-        self.drip = self.drip_chunk = False
-        self.trickle: int | None = None
-        self.shift, self.tells_size = 0, True
-        self.requests: Counter[str] = Counter()
-        self.released = threading.Event()
+    ranges: bool = True  # support Range
+    tells_size: bool = True  # answers to Range requests have the file's size
+    tag: str = "1"  # the ETag
+    redirect: bool = False  # from /x to /moved/x
+    fail: int = 0  # number of next requests to answer with 503
+    short: int | None = None  # close the connection after this many bytes of a body
+    stall: int | None = None  # send nothing more after this many bytes of a body
+    trickle: int | None = None  # after this many bytes of a body, send one byte every 0.1 s
+    drip: bool = False  # send one byte of a header every 0.1 s, for ever
+    drip_chunk: bool = False  # the same in the length of the body's first chunk
+    shift: int = 0  # start this many bytes after the requested offset
+    requests: Counter[str] = field(default_factory=Counter)
+    released: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
