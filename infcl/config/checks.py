@@ -92,9 +92,10 @@ def is_table(train_data: str | None) -> bool:
 
 
 def _check_data(config: TrainConfig) -> None:
-    if config.dataset_type == "synthetic":
-        if config.train_num_samples is None:
-            raise ValueError("--dataset-type synthetic needs --train-num-samples: the number of samples in an epoch")
+    kind = config.dataset_type
+    if kind in ("synthetic", "streaming") and config.train_num_samples is None:
+        raise ValueError(f"--dataset-type {kind} needs --train-num-samples: the number of samples in an epoch")
+    if kind == "synthetic":
         return
     if config.train_data is None:
         raise ValueError(

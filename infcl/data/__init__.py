@@ -1,7 +1,7 @@
 """SHARD -> SAMPLE -> BATCH. Reading order:
 
 config.py      DataConfig: the data settings that the flags give
-storage.py, spool.py, remote.py   a shard on any storage -> bytes at (offset, size)
+storage.py     a shard on any storage -> bytes at (offset, size)
 tar.py, index.py   one tar -> its members -> the offsets of its samples
 shards.py      urls -> manifest of indexed shards
 records.py     sample numbers -> undecoded members; table.py does the same for rows of a csv table

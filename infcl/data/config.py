@@ -53,8 +53,6 @@ class DataConfig:
     def __post_init__(self):
         if self.dataset_type == "streaming" and self.upsampling_factors is not None:
             raise ValueError("upsampling factors need --dataset-type webdataset, not streaming")
-        if self.dataset_type == "streaming" and self.num_samples is None:
-            raise ValueError("--dataset-type streaming needs --train-num-samples: the number of samples in an epoch")
         if self.dataset_type == "csv" and self.texts.needs_json:
             raise ValueError("csv tables have no json: --negatives-key and --duplicates-by key:NAME need shards")
 

@@ -106,10 +106,9 @@ class StreamingDataset(torch.utils.data.IterableDataset):
             if len(samples) == self.share.rows:
                 batch = self.decoder.batch(samples, ids, log)
                 self.board.rests()
-                yield batch, {kind: entries[:] for kind, entries in log.items()}
+                yield batch, dict(log)
                 samples, ids = [], []
-                for entries in log.values():
-                    entries.clear()
+                log.update(skipped=[], noted=[])
 
     def _records(self, log: ReadLog) -> Iterator[Record]:
         """Yield the records of this worker's shards, in repeated passes."""
@@ -149,7 +148,7 @@ class StreamingSource(Source):
     board: WorkerBoard
 
     def __init__(self, data: DataConfig, decoder: SampleDecoder, share: Share):
-        assert data.num_samples is not None, "checked by DataConfig"
+        assert data.num_samples is not None, "checked with the flags"
         sources, missing = find_shards(data.urls, allow_pipe=data.allow_pipe, max_missing=data.max_missing_shards)
         shards = list(chain.from_iterable(sources))
         readers = share.readers * max(1, data.workers)

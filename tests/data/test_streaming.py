@@ -4,6 +4,7 @@ from shlex import quote
 
 import pytest
 
+from infcl.config import parse_args
 from tests.lib.shard_files import write_shards
 from tests.lib.small_loader import sample_numbers, step_loader
 
@@ -46,8 +47,8 @@ def test_it_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer
 
 
 def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="--train-num-samples"):
-        step_loader(write_shards(tmp_path, [5]), tokenizer, dataset_type="streaming")
+    with pytest.raises(ValueError, match="--dataset-type streaming needs --train-num-samples"):
+        parse_args(["--train-data", "pipe:cat x", "--tokenizer", "open_clip:x", "--dataset-type", "streaming"])
     with pytest.raises(ValueError, match="5 shards cannot feed 2 ranks x 3 workers"):
         step_loader(shards, tokenizer, dataset_type="streaming", num_samples=50, world_size=2, workers=3)
     with pytest.raises(ValueError, match="1 shard cannot feed 1 rank x 2 workers"):
