@@ -211,15 +211,7 @@ class TrainLoader(StepLoader):
             shards for ranks x workers.
     """
 
-    def __init__(
-        self,
-        data: DataConfig,
-        tokenizer: AnyTokenizer,
-        share: Share,
-        *,
-        image_size: int,
-        seed: int,
-    ):
+    def __init__(self, data: DataConfig, tokenizer: AnyTokenizer, share: Share, *, image_size: int, seed: int):
         transform = TrainTransform(image_size, **data.aug)
         decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=data.keys, limits=data.limits, texts=data.texts)
         source: Source

@@ -57,13 +57,12 @@ class ShardReader:
         needs_json: read the json member in addition to the text member.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        keys: SampleKeys = DEFAULT_KEYS,
-        *,
-        needs_json: bool = False,
-    ):
+    if_empty = (
+        "are these tars of jpg, png or webp with a txt or a json of the same name? --image-key and --text-key name "
+        "other extensions; python -m infcl.data.shards index looks at each"
+    )
+
+    def __init__(self, manifest: Manifest, keys: SampleKeys = DEFAULT_KEYS, *, needs_json: bool = False):
         # few connections: every worker of every rank opens its own
         remote = any(is_remote(shard.path) for shard in manifest.shards)
         self.manifest, self.keys, self.needs_json = manifest, keys, needs_json
@@ -72,10 +71,6 @@ class ShardReader:
         self.counts = np.array([shard.samples for shard in manifest.shards])
         self.factors = np.array([shard.factor for shard in manifest.shards])
         self.sha256, self.found, self.warnings = manifest.sha256, manifest.found, manifest.warnings
-        self.if_empty = (
-            "are these tars of jpg, png or webp with a txt or a json of the same name? --image-key and --text-key name "
-            "other extensions; python -m infcl.data.shards index looks at each"
-        )
         self._open: OrderedDict[int, tuple[ShardFile, np.ndarray]] = OrderedDict()  # shard -> (file, members)
         self._faults: dict[int, tuple[float, ShardFault]] = {}  # shard -> (time of the next attempt, fault)
 
@@ -115,10 +110,8 @@ class ShardReader:
 
     def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:
         """Return image, text, json, image, ... of the given rows of shard i. Raises ShardFault."""
-        if i in self._faults:
-            until, fault = self._faults[i]
-            if time.monotonic() < until:
-                raise fault
+        if i in self._faults and time.monotonic() < self._faults[i][0]:
+            raise self._faults[i][1]
         path = self.manifest.shards[i].path
 
         def attempt() -> list[bytes | None]:

@@ -127,15 +127,15 @@ def read_image(path: str) -> bytes:
 
         def write(part: bytes) -> None:
             data.extend(part)
-            if max(len(data), file.file_bytes) > MAX_IMAGE_BYTES:
-                raise ShardFault("image_file_too_large", f"{path}: {max(len(data), file.file_bytes)} bytes")
+            if (size := max(len(data), opened.file_bytes)) > MAX_IMAGE_BYTES:
+                raise ShardFault("image_file_too_large", f"{path}: {size} bytes")
 
         try:
             opened = open_file(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
             raise ShardFault("missing_image_file", f"{path}: {error}") from error
-        with contextlib.closing(opened) as file:
-            file.copy(write)
+        with contextlib.closing(opened):
+            opened.copy(write)
         return bytes(data)
 
     return retry(attempt, path)
@@ -181,19 +181,16 @@ def _well_formed(reader: Any, problems: Counter[str]) -> Iterator[list[str]]:
 
 
 def _folder_of(images: list[str], path: str) -> str:
-    """Return the base folder of a table's relative paths: "" or the table's folder, where the first image is found.
+    """Return the base folder of a table's relative paths: "" if one of `images` is there, else the table's folder.
 
-    Raises ValueError if none of `images`, the first local ones, exists.
+    Raises ValueError if none of `images`, the first local ones, is in either.
     """
     folder = os.path.dirname(path)
-    for image in images:
-        if os.path.exists(image):
-            return ""
-        if os.path.exists(os.path.join(folder, image)):
-            return folder
-    if images:
+    if any(map(os.path.exists, images)):
+        return ""
+    if images and not any(os.path.exists(os.path.join(folder, image)) for image in images):
         raise ValueError(
             f"{path}: none of its first {len(images):,} images is there (the first: {images[0]!r}); a path that is not "
             f"absolute is taken from the working directory or from {folder or '.'}"
         )
-    return ""
+    return folder
