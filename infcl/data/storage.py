@@ -37,7 +37,7 @@ BACKOFF = 1.0  # seconds to wait after the first failed attempt; the wait double
 MAX_LINE = 16 << 20  # characters per line of a text file
 _MIN_BYTES_PER_SECOND = 16 << 10  # slower reads are stopped
 _FREE_BYTES = 256 << 20  # disk space that a copy must leave free
-_COPY_BYTES, _READ_BYTES = 8 << 20, 1 << 18  # of a copy: per range, and per read of a stream
+_COPY_BYTES, _READ_BYTES = 8 << 20, 1 << 18  # of a copy: per read of a file, and of a stream
 _SECONDS_BETWEEN_CHECKS = 60.0  # of size and tag, if responses do not carry them
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 T = TypeVar("T")
@@ -255,9 +255,7 @@ class HttpFile(RemoteFile):
         return response.read(size + 1)
 
     def copy(self, write: Callable[[bytes], object]) -> None:
-        if self.ranges:
-            return super().copy(write)
-        response = within(TIMEOUT, lambda: self._get({}))
+        response = within(TIMEOUT, lambda: self._get({}))  # urllib3 compares the length with the promised one
         while part := within(TIMEOUT, lambda: response.read1(_READ_BYTES)):
             write(part)
 
