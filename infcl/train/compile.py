@@ -6,7 +6,7 @@ Packed captions have a variable number of rows and share one dynamic graph.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from infcl.engine.parameter_groups import ALIGNED
 from infcl.engine.patches import FORWARD
 from infcl.models.attention import choose_attention
 from infcl.models.clip import CLIP
-from infcl.models.transformer import compute_block, repeated_blocks
+from infcl.models.transformer import ResidualBlock, compute_block, repeated_blocks
 from infcl.models.vision import PatchConv, VisionTransformer, add_positions, patch_rows
 from infcl.parallel import Parallel
 from infcl.step.replay import running_statistics
@@ -39,30 +39,39 @@ def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
     choose_attention(model, spec.flags.attention, parallel.device, _MATMUL_DTYPES[spec.precision])
     if not spec.compiles_blocks:
         return False
-    if not isinstance(model, CLIP):
-        return compile_foreign_blocks(model)
     share = parallel.tp_size if spec.flags.sequence_parallel else 1  # a block then sees this rank's samples only
     compiled = compile_blocks(model, {-(-spec.batch.micro_batch_size // share)}, packed=spec.packs_captions)
     # Tensor-parallel ranks must sum gradients in the same order, but Inductor may choose other kernels on each.
-    if compiled and spec.device == "cuda" and parallel.tp_size == 1:
+    if compiled and isinstance(model, CLIP) and spec.device == "cuda" and parallel.tp_size == 1:
         compile_embedding(model.visual, {spec.batch.micro_batch_size})
     return compiled
 
 
-def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) -> bool:
-    """Compile the residual blocks of both towers.
+def compile_blocks(model: nn.Module, batch_sizes: Set[int], *, packed: bool = False) -> bool:
+    """Compile the residual blocks of both towers. Blocks of the same class and shape share a graph.
+
+    Blocks with BatchNorm run eagerly, since RunningStatistics sets another momentum for each micro-batch.
 
     Args:
-        model: the towers. The function replaces their blocks' `run`.
-        batch_sizes: samples m of the batches [m, tokens, width] that run compiled.
+        model: the towers. The function replaces the `run` of our own blocks, the `forward` of open_clip's.
+        batch_sizes: samples m of the batches [m, tokens, width] that run compiled (our own blocks).
         packed: captions are packed, with a variable number of rows; padded ones then run eagerly.
 
     Returns:
-        False, with a warning, if a parameter's size is not a multiple of 8: DeepSpeed's flat buffers would then place
-        the next parameter at an address that compiled kernels do not accept.
+        False if nothing is compiled; with a warning if a parameter's size is not a multiple of 8: DeepSpeed's flat
+        buffers would then place the next parameter at an address that compiled kernels do not accept.
     """
-    if not _may_compile((name, p) for name, p in model.named_parameters() if ".resblocks." in name):
+    own: list[nn.Module] = [module for module in model.modules() if isinstance(module, ResidualBlock)]
+    blocks = own or [block for block in repeated_blocks(model) if not running_statistics(block)]
+    parameters = ((f"{type(block).__name__}.{name}", p) for block in blocks for name, p in block.named_parameters())
+    if odd := next((name for name, p in parameters if p.numel() % ALIGNED), None):
+        _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", odd, ALIGNED)
         return False
+    torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    if not isinstance(model, CLIP):
+        for block in blocks:
+            FORWARD.apply(block, lambda forward: torch.compile(forward, dynamic=False))
+        return bool(blocks)
     compiled = torch.compile(compute_block, dynamic=False)
     towers: list[tuple[Any, Set[int]]] = [(model.visual.transformer, batch_sizes)]
     towers.append((model.transformer, set() if packed else batch_sizes))
@@ -70,33 +79,6 @@ def compile_blocks(model: CLIP, batch_sizes: Set[int], *, packed: bool = False) 
         run = _for_sizes(compiled, compute_block, sizes)
         for block in tower.resblocks:
             block.run = run
-    return True
-
-
-def compile_foreign_blocks(model: nn.Module) -> bool:
-    """Compile the blocks of towers that open_clip builds. Blocks of the same class and shape share a graph.
-
-    Blocks with BatchNorm run eagerly, since RunningStatistics sets another momentum for each micro-batch.
-
-    Returns:
-        False if no block is compiled; with a warning if a parameter's size is not a multiple of 8 (see compile_blocks).
-    """
-    blocks = [block for block in repeated_blocks(model) if not running_statistics(block)]
-    if not _may_compile(
-        (f"{type(block).__name__}.{name}", p) for block in blocks for name, p in block.named_parameters()
-    ):
-        return False
-    for block in blocks:
-        FORWARD.apply(block, lambda forward: torch.compile(forward, dynamic=False))
-    return bool(blocks)
-
-
-def _may_compile(parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
-    """Return whether all sizes are multiples of 8 and raise dynamo's graph limit; if not, log a warning."""
-    if odd := next((name for name, p in parameters if p.numel() % ALIGNED), None):
-        _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", odd, ALIGNED)
-        return False
-    torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     return True
 
 

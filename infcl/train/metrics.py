@@ -149,13 +149,15 @@ class Console:
     def __init__(self, total_steps: int, log_every_n_steps: int, *, terminal: bool | None = None):
         self.total_steps, self.log_every_n_steps = total_steps, log_every_n_steps
         self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (seconds, share of data wait) per step
-        self.progress = self.task = None
+        self.progress = None
         self.last: float | None = None  # end of the previous step
         self.shown = 0
         if terminal is None:
             terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the parent closed it
         if terminal:
-            self.progress = _progress_bar()
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            self.progress = Progress(BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
             self.task = self.progress.add_task("train", total=total_steps, text="")
 
     def step(self, step: int, values: dict[str, float]) -> None:
@@ -164,16 +166,19 @@ class Console:
         if self.last is not None:  # the first step includes warm-up and would distort the time left
             self.recent.append((now - self.last, values["data_wait"]))
         self.last = now
+        parts = [f"loss {values.get('loss', math.nan):.4f}", f"{values['samples_per_second']:,.0f} samples/s"]
+        if "mfu" in values:
+            parts.append(f"MFU {values['mfu']:.1%}")
+        if self.recent:
+            seconds, waits = (sum(column) / len(self.recent) for column in zip(*self.recent))
+            parts += [f"data wait {waits:.0%}", f"left {clock(seconds * (self.total_steps - step))}"]
         if self.progress is not None:
             self.progress.start()
-            self.progress.update(self.task, completed=step, text=self._text(step, values))
+            self.progress.update(self.task, completed=step, text="  ".join(parts))
         elif self.shown < FIRST_STEPS or step % self.log_every_n_steps == 0 or step == self.total_steps:
             self.shown += 1
-            print(
-                f"step {step}/{self.total_steps}  {self._text(step, values)}  "
-                f"lr {values['lr']:.2e}  scale {values.get('logit_scale', math.nan):.1f}",
-                flush=True,
-            )
+            parts += [f"lr {values['lr']:.2e}", f"scale {values.get('logit_scale', math.nan):.1f}"]
+            print(f"step {step}/{self.total_steps}", *parts, sep="  ", flush=True)
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -186,23 +191,8 @@ class Console:
         if self.progress is not None:
             self.progress.stop()
 
-    def _text(self, step: int, values: dict[str, float]) -> str:
-        parts = [f"loss {values.get('loss', math.nan):.4f}", f"{values['samples_per_second']:,.0f} samples/s"]
-        if "mfu" in values:
-            parts.append(f"MFU {values['mfu']:.1%}")
-        if self.recent:
-            seconds, waits = (sum(column) / len(self.recent) for column in zip(*self.recent))
-            parts += [f"data wait {waits:.0%}", f"left {clock(seconds * (self.total_steps - step))}"]
-        return "  ".join(parts)
-
 
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def _progress_bar():
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    return Progress(BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))

@@ -30,7 +30,7 @@ def resident_micro_batches(
     parallel: Parallel,
     *,
     before: dict[str, Any] | None = None,
-) -> int:
+) -> tuple[int, dict[str, Any]]:
     """Return the number of --resident-micro-batches, at most the M micro-batches of a step. Collective for `auto`.
 
     Another number sums gradients in another order, and free memory varies between starts. So a resumed run with the
@@ -43,36 +43,31 @@ def resident_micro_batches(
         model_config: config of the towers.
         parallel: the ranks.
         before: the trainer's state in the checkpoint, if any.
+
+    Returns:
+        The number, and what a checkpoint stores: the number that the run began with, whether it was measured, and for
+        which ranks and micro-batches.
     """
-    asked, batch = spec.flags.resident_micro_batches, spec.batch
-    if asked != "auto":
-        return min(int(asked), batch.num_micro_batches)
-    if batch.num_micro_batches == 1 or not _measures(spec):
-        return 1
-    captions = longest(model_config.text_cfg, batch.micro_batch_size * spec.flags.texts_per_image)
-    texts = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)(captions)
-    graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
-    room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel, graph)
-    fitting = int(room // graph)
-    smallest = -max_over(dist.group.WORLD, [-fitting], parallel.device)[0]
-    fitting = max(1, min(int(smallest), batch.num_micro_batches))
-    began = graphs_to_keep(spec, parallel, fitting, before)["kept"]
-    if fitting != began and parallel.rank == 0:
-        means = "gradients are summed in another order" if fitting < began else "they stay so many, for the same sums"
-        _log.warning("%d micro-batches' graphs fit on the GPU, the run began with %d: %s", fitting, began, means)
-    return min(fitting, began)
-
-
-def graphs_to_keep(spec: RunSpec, parallel: Parallel, resident: int, before: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a checkpoint stores: how many graphs the run began with, whether measured, and for which sizes."""
-    sizes = [parallel.world_size, spec.batch.num_micro_batches, spec.batch.micro_batch_size]
-    own = {"kept": resident, "measured": _measures(spec), "of": sizes}
+    flags, batch = spec.flags, spec.batch
+    asked, limit = flags.resident_micro_batches, batch.num_micro_batches
+    measures = asked == "auto" and spec.device == "cuda" and not flags.deterministic
+    number = 1 if asked == "auto" else min(int(asked), limit)
+    if measures and limit > 1:
+        captions = longest(model_config.text_cfg, batch.micro_batch_size * flags.texts_per_image)
+        texts = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)(captions)
+        graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
+        room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel, graph)
+        fitting = -max_over(dist.group.WORLD, [-int(room // graph)], parallel.device)[0]  # minimum over ranks
+        number = max(1, min(int(fitting), limit))
+    own = {"kept": number, "measured": measures, "of": [parallel.world_size, limit, batch.micro_batch_size]}
     began = (before or {}).get("graphs", {})
-    return began if own["measured"] and began.get("measured") and began["of"] == sizes else own
-
-
-def _measures(spec: RunSpec) -> bool:
-    return spec.flags.resident_micro_batches == "auto" and spec.device == "cuda" and not spec.flags.deterministic
+    if not (measures and began.get("measured") and began["of"] == own["of"]):
+        return number, own
+    kept = began["kept"]
+    if number != kept and parallel.rank == 0:
+        means = "gradients are summed in another order" if number < kept else "they stay so many, for the same sums"
+        _log.warning("%d micro-batches' graphs fit on the GPU, the run began with %d: %s", number, kept, means)
+    return min(number, kept), began
 
 
 def _graph_bytes(

@@ -50,7 +50,7 @@ from infcl.train.diagnostics import (
 from infcl.train.finite import Skips
 from infcl.train.metrics import MetricsWriter
 from infcl.train.observers import Observer, Step, StepProfiler, Stragglers
-from infcl.train.resident import graphs_to_keep, resident_micro_batches
+from infcl.train.resident import resident_micro_batches
 from infcl.train.results import oddities, sum_reports, write_results
 from infcl.train.saves import Saves, Stopped, StopSignals
 
@@ -107,8 +107,9 @@ class Trainer:
         """Build the pixel cache and the loss. `before` is the trainer's state in the checkpoint, if any."""
         spec, parallel, module = self.spec, self.parallel, self.engine.module
         self.texts_for_model = texts_for_model(self.model_config.text_cfg, pack=spec.packs_captions)
-        self.resident = resident_micro_batches(spec, self.engine, self.model_config, parallel, before=before)
-        self.graphs = graphs_to_keep(spec, parallel, self.resident, before)
+        self.resident, self.graphs = resident_micro_batches(
+            spec, self.engine, self.model_config, parallel, before=before
+        )
         self.pixels = build_pixel_cache(
             spec,
             module,

@@ -45,4 +45,4 @@ def test_a_block_of_odd_size_is_not_compiled(model, caplog):
     block.ln_1.bias = torch.nn.Parameter(torch.zeros(97))
     with caplog.at_level(logging.WARNING):
         assert not compile_blocks(model, {4})
-    assert "transformer.resblocks.0.ln_1.bias is not a multiple of 8" in caplog.text
+    assert "ResidualBlock.ln_1.bias is not a multiple of 8" in caplog.text

@@ -11,7 +11,7 @@ from benchmarks.rows import rows
 from infcl.config import BatchPlan, TrainConfig
 from infcl.models import load_model_config
 from infcl.plan.memory import HEADROOM, graph_bytes
-from infcl.train.resident import _needed_bytes, graphs_to_keep, resident_micro_batches
+from infcl.train.resident import _needed_bytes, resident_micro_batches
 from tests.lib.specs import setting, spec_of
 
 H200 = 140 * 2**30  # bytes
@@ -67,8 +67,8 @@ def test_auto_is_one_where_there_is_no_gpu_and_where_sums_are_to_repeat(device, 
     assert config.resident_micro_batches == "auto"
     parallel = SimpleNamespace(device=torch.device(device), world_size=1, dp_size=1, hosts=1)
     spec = spec_of(config, parallel, BatchPlan(1, 4, 8))
-    assert resident_micro_batches(spec, None, None, parallel) == 1
-    assert not graphs_to_keep(spec, parallel, 1, None)["measured"]  # no bound for one that continues on a GPU
+    number, stored = resident_micro_batches(spec, None, None, parallel)
+    assert number == 1 and not stored["measured"]  # no bound for one that continues on a GPU
 
 
 OURS = [2, 4, 8]  # ranks, micro-batches, their size
@@ -98,8 +98,8 @@ def test_a_run_that_continues_keeps_as_many_graphs_as_it_began_with_where_they_f
         mock.patch("infcl.train.resident._needed_bytes", lambda *given: 2.0),
         mock.patch("infcl.train.resident.max_over", lambda group, values, device: [max(values[0], -3)]),
     ):
-        kept = resident_micro_batches(spec, None, SimpleNamespace(text_cfg=None), parallel, before=before)
-    assert (kept, graphs_to_keep(spec, parallel, kept, before)["kept"]) == (expected, said)
+        kept, stored = resident_micro_batches(spec, None, SimpleNamespace(text_cfg=None), parallel, before=before)
+    assert (kept, stored["kept"]) == (expected, said)
     means = {2: "they stay so many, for the same sums", 3: None, 4: "gradients are summed in another order"}[said]
     printed = [record.getMessage() for record in caplog.records]
     assert printed == ([f"3 micro-batches' graphs fit on the GPU, the run began with {said}: {means}"] if means else [])
