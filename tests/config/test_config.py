@@ -25,36 +25,16 @@ from tests.lib.checkout import ROOT
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
 
-# open_clip's spelling and default, for the flags that mean the same here (open_clip_train/params.py)
-OPEN_CLIP_DEFAULTS = {
-    "workers": 4,
-    "batch_size": 64,
-    "accum_freq": 1,
-    "epochs": 32,
-    "wd": 0.2,
-    "warmup": 10000,
-    "lr_scheduler": "cosine",
-    "lr_cooldown_end": 0.0,
-    "lr_cooldown_power": 1.0,
-    "save_frequency": 1,
-    "zeroshot_frequency": 2,
-    "val_frequency": 1,
-    "seed": 0,
-    "logs": "./logs/",
-    "log_every_n_steps": 100,
-    "grad_checkpointing": False,
-    "lock_image": False,
-    "lock_text": False,
-    "lr": 5e-4,
-    "beta1": 0.9,
-    "beta2": 0.98,
-    "eps": 1e-6,
-}
+# defaults that are not open_clip's
+OWN_DEFAULTS = {"dataset_type", "device", "model", "precision", "pretrained", "pretrained_image", "report_to"}
+OWN_DEFAULTS |= {"aug_cfg", "image_mean", "image_std", "wandb_project_name"}  # the first three: empty, not None
 
 
-def test_flags_that_open_clip_has_keep_its_names_and_defaults():
-    config = parse_args(SYNTHETIC)
-    assert {name: getattr(config, name) for name in OPEN_CLIP_DEFAULTS} == OPEN_CLIP_DEFAULTS
+def test_flags_that_open_clip_has_keep_its_defaults():
+    params = pytest.importorskip("open_clip_train.params")
+    theirs, ours = vars(params.parse_args(["--model", "ViT-B-32"])), dataclasses.asdict(parse_args(SYNTHETIC))
+    shared = (theirs.keys() & ours.keys()) - OWN_DEFAULTS - {"train_num_samples"}
+    assert len(shared) > 40 and {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}
 
 
 def test_a_removed_flag_answers_with_what_replaces_it(monkeypatch):
@@ -83,16 +63,12 @@ def test_the_flags_equal_the_golden_list():
     assert flags == (ROOT / "tests/golden/flags.txt").read_text().split()
 
 
-def test_every_field_has_a_flag_a_group_and_one_line_of_help(capsys):
+def test_the_help_has_every_flag_in_its_group(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args(["--help"])
-    assert stop.value.code == 0
     text = capsys.readouterr().out
-    for field in dataclasses.fields(TrainConfig):
-        assert field.metadata["help"] and field.metadata["group"]
-        assert "--" + field.name.replace("_", "-") in text
-    for group in ("data", "model", "loss", "optimisation", "system", "run"):
-        assert f"\n{group}:\n" in text
+    assert stop.value.code == 0 and all(option_of(field.name) in text for field in dataclasses.fields(TrainConfig))
+    assert all(f"\n{group}:\n" in text for group in ("data", "model", "loss", "optimisation", "system", "run"))
 
 
 @pytest.mark.parametrize(
@@ -224,20 +200,21 @@ def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
         BatchPlan.of(config, 24)
 
 
-def test_a_micro_batch_that_becomes_smaller_than_asked_is_reported_with_a_batch_that_fills_it():
-    def printed(global_batch, batch_size, parts=1):
-        config = parse_args([*SYNTHETIC, "--global-batch-size", str(global_batch), "--batch-size", str(batch_size)])
-        config = dataclasses.replace(config, tensor_parallel_size=parts)
-        return BatchPlan.of(config, 8).smaller_than_asked(config)
-
-    message = printed(8 * 101, 50)
-    assert "micro-batches of 1, not --batch-size 50" in message and "multiple of 400" in message
-    assert (
-        printed(400, 50) is None and printed(800, 50) is None and printed(8, 50) is None
-    )  # the last: a share below 50
-    message = printed(8 * 60, 30, parts=4)
-    assert "of 20, not --batch-size 30" in message and "4 tensor-parallel ranks" in message and "of 224" in message
-    assert printed(8 * 56, 30, parts=4) is None
+@pytest.mark.parametrize(
+    ("global_batch", "batch_size", "parts", "words"),
+    [
+        (8 * 101, 50, 1, ("micro-batches of 1, not --batch-size 50", "multiple of 400")),
+        (8 * 60, 30, 4, ("of 20, not --batch-size 30", "4 tensor-parallel ranks", "of 224")),
+        (8 * 56, 30, 4, None),
+        (800, 50, 1, None),
+        (8, 50, 1, None),  # a share below 50
+    ],
+)
+def test_a_micro_batch_that_becomes_smaller_than_asked_is_reported(global_batch, batch_size, parts, words):
+    config = parse_args([*SYNTHETIC, "--global-batch-size", str(global_batch), "--batch-size", str(batch_size)])
+    config = dataclasses.replace(config, tensor_parallel_size=parts)
+    line = BatchPlan.of(config, 8).smaller_than_asked(config)
+    assert line is None if words is None else all(word in line for word in words)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
@@ -261,20 +238,13 @@ def test_a_run_begins_with_the_flags_of_another(tmp_path):
     assert parse_args([*SYNTHETIC, "--aug-cfg", "scale=(0.5,1.0)"]).aug_cfg == {"scale": (0.5, 1.0)}
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("[]", "not the config.json"),
-        ("{", "not a JSON file"),
-        ('{"lrr": 1}', "there is no setting lrr"),
-        (None, "No such"),
-    ],
-)
-def test_an_invalid_config_is_rejected(content, message, tmp_path):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
+def test_an_invalid_config_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match="No such"):
         parse_args(["--config", str(tmp_path / "config.json")])
+    for content, message in (("[]", "not the config.json"), ("{", "not a JSON"), ('{"lrr": 1}', "no setting lrr")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            parse_args(["--config", str(tmp_path / "config.json")])
 
 
 def test_workers_auto_follows_the_cores():

@@ -60,14 +60,6 @@ def test_what_deepspeed_does_across_tensor_parallel_ranks_is_rejected(tmp_path):
         read_preset(split, "cpu")
 
 
-def test_what_a_preset_moves_to_the_host_is_what_deepspeed_moves():
-    def moved(stage: int, device: str) -> list[str]:
-        zero = {"stage": stage} | {f"offload_{part}": {"device": device} for part in ("optimizer", "param")}
-        return [part for part in ("optimizer", "param") if offloads({"zero_optimization": zero}, part)]
-
-    assert moved(3, "cpu") == ["optimizer", "param"] and moved(2, "cpu") == ["optimizer"] and moved(3, "none") == []
-
-
 @pytest.mark.parametrize(
     ("preset", "precision", "alone"),
     [("zero0", "fp32", 0), ("zero1", "fp32", 0), ("zero2", "amp_bf16", 0), ("zero3", "fp32", 3), ("zero1", "bf16", 1),
@@ -113,9 +105,7 @@ def bucket_of_deepspeed(rank, world_size, path):
     [
         ({"stage": 3}, 50_000_000),  # of which the engine has up to three
         ({"stage": 3, "reduce_bucket_size": 1234}, 1234),
-        ({"stage": 3, "reduce_scatter": False}, 500_000_000),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 500_000_000),
-        ({"stage": 2}, 500_000_000),
     ],
 )
 def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_them(tmp_path, zero, elements):
@@ -158,6 +148,5 @@ def test_fp16_on_a_cpu_without_it_is_rejected_by_the_flag_that_asks_for_it(monke
 
 
 def test_without_a_flag_the_precision_follows_the_device():
-    for device, precision in (("cpu", "fp32"), ("cuda", "amp_bf16")):
-        assert read_preset(settings("zero1"), device)[1] == precision
-        assert read_preset(settings("zero2_bf16"), device)[1] == "bf16"
+    found = [read_preset(settings(name), device)[1] for name in ("zero1", "zero2_bf16") for device in ("cpu", "cuda")]
+    assert found == ["fp32", "amp_bf16", "bf16", "bf16"]

@@ -12,10 +12,8 @@ from tests.lib.small_loader import caption_tokenizer
 from tests.lib.training import demo_config, new_trainer
 
 CASES = {
-    "duplicates": {"duplicates": "positive"},
     "mask by key": {"duplicates": "mask", "duplicates_by": "key:group"},
     "siglip": {"duplicates": "mask", "loss": "siglip"},
-    "captions": {"captions_per_image": 2},
     "all": {"captions_per_image": 3, "negatives_key": "hard", "duplicates": "positive", "pack_captions": "on"},
 }
 

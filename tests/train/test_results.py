@@ -3,28 +3,22 @@
 import dataclasses
 import shutil
 
-import pytest
-
 from infcl.config import TrainConfig
 from infcl.train.results import oddities
 from tests.lib.ranks import run_ranks
 from tests.lib.training import demo_config, said
 
 
-@pytest.mark.parametrize(
-    ("flags", "printed"),
-    [
-        ({}, []),
-        ({"lock_image": True}, ["--lock-image without --pretrained or --pretrained-image: "]),
-        ({"lock_text": True, "pretrained_image": "w"}, ["--lock-text without --pretrained or --pretrained-text: "]),
-        ({"lock_image": True, "pretrained": "w"}, []),
-        ({"lock_text": True, "pretrained_text": "w"}, []),
-        ({"model": "demo"}, ["--model demo has 300 token embeddings; this --tokenizer makes them 49408, "]),
-    ],
-)
-def test_flags_that_do_less_than_they_seem_to_are_reported(flags, printed):
-    lines = list(oddities(TrainConfig(**{"model": "ViT-B-32"} | flags), 49408))
-    assert len(lines) == len(printed) and all(line.startswith(start) for line, start in zip(lines, printed))
+def test_flags_that_do_less_than_they_seem_to_are_reported():
+    for flags, printed in (
+        ({}, ""),
+        ({"lock_image": True}, "--lock-image without --pretrained or --pretrained-image: "),
+        ({"lock_text": True, "pretrained_image": "w"}, "--lock-text without --pretrained or --pretrained-text: "),
+        ({"lock_image": True, "pretrained": "w"}, ""),
+        ({"model": "demo"}, "--model demo has 300 token embeddings; this --tokenizer makes them 49408, "),
+    ):
+        lines = list(oddities(TrainConfig(**{"model": "ViT-B-32"} | flags), 49408))
+        assert len(lines) == bool(printed) and "".join(lines).startswith(printed)
 
 
 def test_a_run_reports_whose_weights_it_begins_with_and_a_resumed_one_does_not(demo_folder, tmp_path):
