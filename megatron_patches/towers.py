@@ -35,7 +35,7 @@ def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bo
     """Shard `model` in place. Call it before deepspeed.initialize.
 
     Args:
-        model: full and equal on the ranks of `group`. Blocks may be sharded already (`cut_block`).
+        model: full and equal on the ranks of `group`.
         group: the tensor-parallel ranks.
         sequence_parallel: between the sharded layers, each rank keeps only 1 / T of a micro-batch's samples.
     """
@@ -76,9 +76,8 @@ class SampleParallelTransformer(Transformer):
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)[:rows]
 
 
-def cut_block(block: ResidualBlock, group: dist.ProcessGroup) -> None:
-    """Shard `block`'s parameters, unless they are sharded already. The block cannot run before `split_towers`."""
-    heads, rows, columns = (Split(dim, stacked, group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
+def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
+    heads, rows, columns = (Split(dim, stacked, sharing.group) for dim, stacked in ((0, 3), (0, 1), (1, 1)))
     for owner, name, split in (
         (block.attn, "in_proj_weight", heads),
         (block.attn, "in_proj_bias", heads),
@@ -88,15 +87,10 @@ def cut_block(block: ResidualBlock, group: dist.ProcessGroup) -> None:
         (block.mlp.c_proj, "weight", columns),
     ):
         full = getattr(owner, name)
-        if not hasattr(full, ATTRIBUTE):
-            part = nn.Parameter(split.part(full.detach()), requires_grad=full.requires_grad)
-            setattr(part, ATTRIBUTE, split)
-            setattr(part, _COUNTED, True)
-            setattr(owner, name, part)
-
-
-def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
-    cut_block(block, sharing.group)
+        part = nn.Parameter(split.part(full.detach()), requires_grad=full.requires_grad)
+        setattr(part, ATTRIBUTE, split)
+        setattr(part, _COUNTED, True)
+        setattr(owner, name, part)
     _switch(block.attn, ColumnAttention, sharing)
     _switch(block.attn.out_proj, RowLinear, sharing)
     _switch(block.mlp.c_fc, ColumnLinear, sharing)

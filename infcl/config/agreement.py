@@ -24,13 +24,9 @@ SAME_CONTENTS = ("deepspeed_config", "model", "tokenizer")
 
 
 def settings_of(config: TrainConfig) -> dict[str, str]:
-    """Return the settings that must be equal on all nodes of a run.
+    """Return the settings that must be equal on all nodes: {"--lr": "0.0005", "--deepspeed_config bf16": "{}", ...}.
 
-    The result never contains the value of a path in `OWN_PATHS`, so that a message cannot print a secret. A file that
-    cannot be read is represented by its name.
-
-    Returns:
-        {"--lr": "0.0005", "--deepspeed_config zero_optimization.stage": "1", ...}
+    It never contains the value of a path in `OWN_PATHS`, so that a message cannot print a secret.
     """
     settings: dict[str, str | None] = {}
     for name, value in dataclasses.asdict(config).items():

@@ -55,11 +55,10 @@ class BatchPlan:
         wanted = min(config.batch_size, self.rank_batch_size) // parts * parts
         if self.micro_batch_size >= wanted:
             return None
-        split = f" and that {parts} tensor-parallel ranks can share" if parts > 1 else ""
         return (
             f"micro-batches of {self.micro_batch_size}, not --batch-size {config.batch_size}: the largest that divides "
-            f"the {self.rank_batch_size} samples of a rank{split}. A --global-batch-size that is a multiple of "
-            f"{self.dp_size * wanted} makes them {wanted}"
+            f"the {self.rank_batch_size} samples of {counted(parts, 'rank')}. A --global-batch-size that is a multiple "
+            f"of {self.dp_size * wanted} makes them {wanted}"
         )
 
     @property

@@ -24,12 +24,8 @@ _OWNED_BY_FLAGS = {
 }
 # `reduce_bucket_size` in elements: DeepSpeed's default; ds_configs/zero1.json and zero2.json; zero3.json.
 BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
-# Why ZeRO++ in DeepSpeed 0.19.8 is wrong across tensor-parallel ranks, which hold different parts of the parameters.
-_WRONG_OVER_PARTS = {
-    "zero_hpz_partition_size": "shares out a parameter among neighbouring ranks",
-    "zero_quantized_gradients": "sums gradients over the ranks of all hosts",
-    "zero_quantized_weights": "rounds a parameter by its neighbours, so the ranks' copies of one would differ",
-}
+# ZeRO++ in DeepSpeed 0.19.8 takes neighbouring ranks for copies, but tensor-parallel ranks hold different parameters.
+_WRONG_OVER_PARTS = ("zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_weights")
 _SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
 _PRESET_KEYS = _SECTIONS | {
     "communication_data_type", "zero_force_ds_cpu_optimizer", "comms_logger", "wall_clock_breakdown", "memory_breakdown"
@@ -124,12 +120,11 @@ def _check(preset: dict, tensor_parallel_size: int) -> None:
         raise ValueError("round_robin_gradients hides the gradients from the towers' norms: leave it out")
     if all(preset.get(name, {}).get("enabled") for name in ("bf16", "fp16")):
         raise ValueError("enables both bf16 and fp16: choose one")
-    for key, why in _WRONG_OVER_PARTS.items() if tensor_parallel_size > 1 else ():
-        if (value := zero.get(key, 0)) not in ((0, 1) if key == "zero_hpz_partition_size" else (0,)):
+    for key in _WRONG_OVER_PARTS if tensor_parallel_size > 1 else ():
+        if (value := zero.get(key, 0)) not in (0, key == "zero_hpz_partition_size"):
             raise ValueError(
-                f"--tensor-parallel-size {tensor_parallel_size} with {key} {json.dumps(value)}: DeepSpeed {why}, and "
-                "tensor-parallel ranks are neighbours that hold other parts; leave it out, or use "
-                "--tensor-parallel-size 1"
+                f"--tensor-parallel-size {tensor_parallel_size} with {key} {json.dumps(value)}: DeepSpeed would mix "
+                "other ranks' parameters into a rank's; leave it out"
             )
 
 
@@ -210,10 +205,7 @@ def sums_of(preset: dict) -> str:
 
 
 def cpu_computes_fp16() -> bool:
-    """Return whether this CPU trains in fp16.
-
-    DeepSpeed checks the same, but only after the data is read, and without the name of a flag.
-    """
+    """Return whether this CPU trains in fp16. DeepSpeed checks the same, but only after the data is read."""
     import torch
 
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -235,14 +227,15 @@ def deepspeed_config(
         grad_clip_norm: largest gradient norm; None: no clipping.
         leaves: full names of module classes that stage 3 gathers as a unit, unless the preset lists its own.
     """
-    merged = dict(preset)
-    merged["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
-    merged["gradient_accumulation_steps"] = batch.num_micro_batches
-    merged["train_batch_size"] = batch.global_batch_size
-    merged["gradient_clipping"] = grad_clip_norm or 0.0
-    merged["steps_per_print"] = 10**9
-    merged["zero_allow_untested_optimizer"] = True
-    merged["timers"] = {"throughput": {"enabled": False}}  # it waits for the GPU before each forward
+    merged = preset | {
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.num_micro_batches,
+        "train_batch_size": batch.global_batch_size,
+        "gradient_clipping": grad_clip_norm or 0.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU before each forward
+    }
     merged.setdefault("zero_force_ds_cpu_optimizer", False)  # the optimizers of optimizers.py run on a CPU too
     if zero_stage(preset) == 3:  # leaf modules: one gather and one set of hooks per block, which compiles as a unit
         zero = dict(merged["zero_optimization"])

@@ -6,14 +6,12 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import RunSpec, TrainConfig, may_pack, option_of, resolve, settings_of
@@ -42,7 +40,6 @@ from infcl.models.clip import build_towers
 from infcl.models.config import CLIPConfig, check_divides, load_any_config
 from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config
 from infcl.models.packing import why_unpackable
-from infcl.models.transformer import ResidualBlock
 from infcl.parallel import Parallel, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
 from infcl.parallel.process import spare_threads
@@ -188,15 +185,11 @@ def _repairs_captions(config: TrainConfig) -> bool:
     return not file.is_file() or load_any_config(file).text_cfg.repairs_captions
 
 
-def build_model(
-    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel | None = None
-) -> tuple[Towers, list[str]]:
+def build_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> tuple[Towers, list[str]]:
     """Build the model with the flags' locks and load pretrained weights.
 
     SigLIP's loss starts at scale 10 and bias -10 (Zhai et al. 2023). For the other losses our towers have no bias: a
     softmax cancels it, so it would have no gradient.
-
-    With `parallel`, the blocks move to the rank's device as they are built (see _placed_blocks).
 
     Returns:
         The model, and a line for each loaded set of weights: which, from where.
@@ -205,13 +198,12 @@ def build_model(
     start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
     if isinstance(model_config, CLIPConfig):
         model_config = dataclasses.replace(model_config, init_logit_bias=None)
-    pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
-    with _placed_blocks(parallel, cut=not any(pretrained)):
-        model = build_towers(model_config, activation_checkpointing=config.grad_checkpointing, **start)
+    model = build_towers(model_config, activation_checkpointing=config.grad_checkpointing, **start)
     if isinstance(model_config, OpenClipConfig):
         from infcl.models.open_clip_model import check_towers
 
         check_towers(model)
+    pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     sources = load_pretrained(model, *pretrained, name=config.model)
     if config.lock_image:
         model.lock_image_tower(config.lock_image_unlocked_groups)
@@ -227,33 +219,6 @@ def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipCon
         return build_model(config, model_config)[0]
 
 
-@contextlib.contextmanager
-def _placed_blocks(parallel: Parallel | None, *, cut: bool) -> Iterator[None]:
-    """Cut and move each residual block when its tower registers it, so that the host never holds a full model per rank.
-
-    With `cut` False, weights are loaded before the model is split: under tensor parallelism it stays on the host. The
-    initial weights do not depend on this: the CPU draws them in the same order.
-    """
-    if parallel is None:
-        yield
-        return
-
-    def place(owner: nn.Module, name: str, module: nn.Module) -> None:
-        if isinstance(module, ResidualBlock):
-            if cut and parallel.tp_group is not None:
-                from megatron_patches.towers import cut_block
-
-                cut_block(module, parallel.tp_group)
-            if cut or parallel.tp_group is None:
-                module.to(parallel.device)
-
-    handle = register_module_module_registration_hook(place)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def split_model(model: Towers, config: TrainConfig, parallel: Parallel) -> None:
     """Keep only this rank's part of the model, in place, under tensor parallelism; otherwise do nothing."""
     if parallel.tp_group is not None:
@@ -263,10 +228,9 @@ def split_model(model: Towers, config: TrainConfig, parallel: Parallel) -> None:
 
 
 def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
-    """Build the loss of the flags over all ranks. Tensor-parallel ranks divide their samples among themselves.
+    """Build the loss of the flags over all ranks; ValueError if --tile does not run on this device.
 
-    Raises:
-        ValueError: --tile does not run on this device.
+    Tensor-parallel ranks divide their samples among themselves.
     """
     config = spec.flags
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)

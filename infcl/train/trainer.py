@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ class Trainer:
         """Build the towers, split and compile them, and wrap them in the DeepSpeed engine."""
         config, parallel = self.config, self.parallel
         seed_everything(config.seed, deterministic=config.deterministic)
-        model, self.sources_of_weights = build_model(config, self.inputs.model_config, parallel)
+        model, self.sources_of_weights = build_model(config, self.inputs.model_config)
         self.model_config = model.cfg
         split_model(model, config, parallel)
         self.compiled = prepare_blocks(model, self.spec, parallel)
@@ -329,10 +330,10 @@ class Trainer:
         self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Encode with the towers that have gradients, from the frozen trunks' outputs where pass 1 kept them."""
-        frozen, others = self.engine.module.frozen, dict(micro_batch)
-        images, texts = others.pop("images"), others.pop("texts")
-        images = None if frozen["image"] or "image_trunk" in kept else images
-        return self.engine.encode(images, None if frozen["text"] else texts, **others, **kept)
+        frozen = self.engine.module.frozen
+        skipped = {"images": frozen["image"] or "image_trunk" in kept, "texts": frozen["text"]}
+        given: dict[str, Any] = {name: None if skipped.get(name) else value for name, value in micro_batch.items()}
+        return self.engine.encode(**given, **kept)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.engine.backward(surrogate, is_last)

@@ -204,7 +204,7 @@ def test_a_global_batch_is_kept_whatever_the_ranks(ranks, batch_size, plan):
     ("global_batch", "batch_size", "parts", "words"),
     [
         (8 * 101, 50, 1, ("micro-batches of 1, not --batch-size 50", "multiple of 400")),
-        (8 * 60, 30, 4, ("of 20, not --batch-size 30", "4 tensor-parallel ranks", "of 224")),
+        (8 * 60, 30, 4, ("of 20, not --batch-size 30", "samples of 4 ranks", "of 224")),
         (8 * 56, 30, 4, None),
         (800, 50, 1, None),
         (8, 50, 1, None),  # a share below 50

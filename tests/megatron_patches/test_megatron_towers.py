@@ -54,57 +54,6 @@ def test_a_split_model_gathers_to_the_state_dict_it_came_from(size):
         assert held < whole - 0.95 * blocks * (1 - 1 / size)
 
 
-def built_in_parts(rank, world_size, pretrained):
-    """-> names of a model that build_model made in parts which differ from the one that it makes whole."""
-    from infcl.train.build import build_model, split_model
-    from tests.lib.tensor_parallel import settings
-
-    config = settings("zero1", world_size, pretrained=pretrained)
-    torch.manual_seed(1)
-    whole = build_model(config, CFG)[0]
-    torch.manual_seed(1)
-    parallel = layout(world_size)
-    model, _ = build_model(config, CFG, parallel)
-    in_parts = {n for n, p in model.named_parameters() if hasattr(p, "tensor_parallel_split")}
-    assert len(in_parts) == (0 if pretrained else 6 * (CFG.vision_cfg.layers + CFG.text_cfg.layers))
-    split_model(model, config, parallel)
-    gathered = whole_values(model)
-    return [name for name, value in whole.state_dict().items() if not torch.equal(gathered[name], value)]
-
-
-@pytest.mark.parametrize(("size", "start"), [(2, "seed"), (4, "seed"), (2, "pretrained")])
-def test_a_model_that_is_cut_while_it_is_made_has_the_same_weights(tmp_path, size, start):
-    """The same random numbers, in the same order; other weights are loaded before it is cut."""
-    path = None
-    if start == "pretrained":
-        path = str(tmp_path / "weights.pt")
-        torch.save(new_model().state_dict(), path)
-    assert run_ranks(built_in_parts, size, path) == [[]] * size
-
-
-def test_a_block_is_on_the_device_before_the_next_one_is_made(monkeypatch):
-    """Host memory then holds one block and the embeddings at a time. The "meta" device stands for a GPU."""
-    from infcl.models.transformer import ResidualBlock
-    from infcl.parallel import Parallel
-    from infcl.train.build import build_model
-    from tests.lib.tensor_parallel import settings
-
-    made, on_host = [], []
-    original = ResidualBlock.__init__
-
-    def counted(block, *arguments, **options):
-        on_host.append(sum(other.ln_1.weight.device.type == "cpu" for other in made))
-        original(block, *arguments, **options)
-        made.append(block)
-
-    monkeypatch.setattr(ResidualBlock, "__init__", counted)
-    parallel = Parallel(0, 1, 0, torch.device("meta"), torch.distributed.group.WORLD)  # no process group is needed
-    build_model(settings("zero1", 1), CFG, parallel)
-    assert on_host == [0] * (CFG.vision_cfg.layers + CFG.text_cfg.layers)
-    build_model(settings("zero1", 1), CFG)
-    assert on_host[-1] > 0  # without a device, blocks wait where they are made
-
-
 def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, rows, cfg=CFG):
     """float64 gradients of a fixed surrogate -> (features, whole gradients)."""
     from megatron_patches.towers import split_towers
