@@ -1,5 +1,5 @@
 """The training loop and the functions that build its parts.
 
-Reading order: build -> trainer -> observers (stragglers, profiler, metrics, finite, saves) -> results
+Reading order: build -> trainer -> observers (stragglers and profiler; metrics, finite, saves) -> results
 -> ending (exit codes).
 """

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infcl.checkpoint.run_folder import RunFolder
-from infcl.config import RunSpec, TrainConfig, may_pack, option_of, resolve, settings_of
+from infcl.config import RunSpec, TrainConfig, may_pack, option_of, resolve, settings_of, total_steps
 from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
@@ -32,6 +32,7 @@ from infcl.data.tokenizer.open_clip import (
     OpenClipTokenizer,
     open_clip_tokenizer,
 )
+from infcl.engine.schedule import Schedule
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
@@ -286,6 +287,15 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
     loader = on_every_rank(lambda: TrainLoader(data, tokenizer, share, image_size=image_size, seed=config.seed))
     _require_same_data(loader)
     return loader
+
+
+def build_schedule(spec: RunSpec, loader: StepLoader) -> Schedule:
+    return Schedule(
+        spec.flags,
+        global_batch_size=spec.batch.global_batch_size,
+        total_steps=total_steps(spec.flags, loader.steps_per_epoch),
+        steps_per_epoch=loader.steps_per_epoch,
+    )
 
 
 def _require_same_data(loader: TrainLoader) -> None:

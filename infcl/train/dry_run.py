@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from infcl.config import BatchPlan, TrainConfig, aligned, counted, total_steps
+from infcl.config import BatchPlan, TrainConfig, aligned, counted
 from infcl.config.preset import stage_over
 from infcl.engine.parameter_groups import checkpoint_bytes
 from infcl.engine.schedule import Schedule
@@ -18,7 +18,7 @@ from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.memory import host_bytes, host_parts, memory_of
 from infcl.plan.setting import STAGES, Setting, parameter_counts, setting_of_run
 from infcl.step.pixels import auto_budget
-from infcl.train.build import Inputs, build_loader, build_meta_model, build_tasks
+from infcl.train.build import Inputs, build_loader, build_meta_model, build_schedule, build_tasks
 from infcl.train.diagnostics import model_flops, trained_shares
 
 
@@ -37,7 +37,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     tasks = build_tasks(inputs)
     for task in tasks.values():
         task.check()
-    steps = total_steps(config, loader.steps_per_epoch)
+    schedule = build_schedule(spec, loader)
     model = build_meta_model(config, cfg)
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
@@ -46,8 +46,8 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
-        ("steps", _steps_line(steps, loader, batch)),
-        ("learning rate", _learning_rate_line(config, steps, loader.steps_per_epoch, batch)),
+        ("steps", _steps_line(schedule.total_steps, loader, batch)),
+        ("learning rate", _learning_rate_line(config, schedule)),
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
@@ -105,14 +105,11 @@ def _steps_line(steps: int, loader, batch: BatchPlan) -> str:
     )
 
 
-def _learning_rate_line(config: TrainConfig, steps: int, steps_per_epoch: int, batch: BatchPlan) -> str:
-    schedule = Schedule(
-        config, global_batch_size=batch.global_batch_size, total_steps=steps, steps_per_epoch=steps_per_epoch
-    )
-    first, last = schedule(0), schedule(steps - 1)
-    warning = f"; the run ends inside the warm-up, at {last:.3g}" if steps <= schedule.warmup else ""
+def _learning_rate_line(config: TrainConfig, schedule: Schedule) -> str:
+    first, last = schedule(0), schedule(schedule.total_steps - 1)
     rise = f"{first:.3g} -> {schedule.peak:.3g} in {schedule.warmup:,} steps"
-    return f"{config.opt}, {schedule}: {rise}, then {config.lr_scheduler} to {last:.3g}{warning}"
+    oddity = f"; {schedule.oddity()}" if schedule.oddity() else ""
+    return f"{config.opt}, {schedule}: {rise}, then {config.lr_scheduler} to {last:.3g}{oddity}"
 
 
 def _data_line(config: TrainConfig, loader) -> str:

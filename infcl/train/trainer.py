@@ -17,12 +17,11 @@ import torch.distributed as dist
 from infcl.checkpoint.load import find_checkpoint, full_weights, load_checkpoint, trainer_state
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.checkpoint.write import CheckpointWriter
-from infcl.config import aligned, counted, total_steps
+from infcl.config import aligned, counted
 from infcl.data.loader import TooManyBadSamples
 from infcl.data.workers import describe_death
 from infcl.engine.engine import Engine
 from infcl.engine.parameter_groups import later_host_bytes
-from infcl.engine.schedule import Schedule
 from infcl.models.attention import towers_with_kernel
 from infcl.models.packing import texts_for_model
 from infcl.parallel import (
@@ -38,7 +37,7 @@ from infcl.parallel import (
 from infcl.step.grad_cache import StepOutput, grad_cache_step
 from infcl.step.pixels import build_pixel_cache, describe_pixels
 from infcl.step.replay import RunningStatistics
-from infcl.train.build import Inputs, build_loader, build_loss, build_model, build_tasks, split_model
+from infcl.train.build import Inputs, build_loader, build_loss, build_model, build_schedule, build_tasks, split_model
 from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import (
     PhaseTimer,
@@ -85,13 +84,8 @@ class Trainer:
         self.tasks = build_tasks(self.inputs)
         for task in self.tasks.values():
             task.check()
-        self.total_steps = total_steps(self.config, self.loader.steps_per_epoch)
-        self.schedule = Schedule(
-            self.config,
-            global_batch_size=self.batch.global_batch_size,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.loader.steps_per_epoch,
-        )
+        self.schedule = build_schedule(self.spec, self.loader)
+        self.total_steps = self.schedule.total_steps
 
     def _build_engine(self) -> None:
         """Build the towers, split and compile them, and wrap them in the DeepSpeed engine."""
