@@ -188,8 +188,8 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
     if rows and (rows < size if config.global_batch_size else rows % size):  # 0: auto
         below = rows // size * size
         raise ValueError(
-            f"--tensor-parallel-size {size} does not divide --batch-size {rows}, which its ranks share: use "
-            f"{f'{below} or ' if below else ''}{below + size}"
+            f"--tensor-parallel-size {size} does not divide --batch-size {rows}: its ranks share each micro-batch. "
+            f"Use {f'{below} or ' if below else ''}{below + size}"
         )
     if size > 1 and not (importlib.util.find_spec("megatron") and _is_installed("megatron.core")):
         raise ValueError(
