@@ -1,8 +1,6 @@
-"""The manifest of a checkpoint, infcl.json: its content, and the checks against damage.
+"""The manifest of a checkpoint, infcl.json: its checksum, and the size and SHA-256 of each tensor file.
 
-The manifest has the size and SHA-256 of each tensor file. Format 3 adds a checksum of the manifest itself, so any
-change of a checkpoint is found. Manifests of format 2 have no checksum; their fields are checked by type. A checksum
-detects damaged and mixed-up files; it is not a signature.
+The checksum covers the manifest, so any change of a checkpoint is found. It is not a signature.
 """
 
 import hashlib
@@ -16,25 +14,6 @@ from infcl.checkpoint.run_folder import sha256, why_not_written
 MANIFEST = "infcl.json"
 FORMAT = 3  # version of infcl.json and the files it lists
 CHECKPOINT_NAME = re.compile(r"step_\d{8,}")
-_FORMAT_WITHOUT_CHECKSUM = 2
-_NUMBER = (int, float)
-_FIELDS = {  # types, also of format 2
-    "files": (dict,),
-    "optimizer": (str,),
-    "world_size": (int,),
-    "counters": (dict,),
-    "counters.global_steps": (int,),
-    "counters.global_samples": (int,),
-    "counters.micro_steps": (int,),
-    "counters.skipped_steps": (int,),
-    "counters.optimizer_step": _NUMBER,
-    "trainer.step": (int,),
-    "trainer.samples_seen": (int,),
-    "trainer.skipped_steps": (int,),
-    "trainer.train_seconds": _NUMBER,
-    "trainer.loader.epoch": (int,),
-    "trainer.loader.step": (int,),
-}
 
 
 class DamagedCheckpoint(ValueError):
@@ -42,7 +21,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def sealed(manifest: dict) -> dict:
-    """Return the manifest with its own checksum added, as format 3 requires."""
+    """Return the manifest with its own checksum added."""
     written = json.loads(json.dumps(manifest))
     return {**written, "sha256": _checksum(written)}
 
@@ -94,22 +73,9 @@ def check_file(path: Path, name: str, manifest: dict) -> None:
 
 
 def _problem(manifest: Any) -> str | None:
-    """Return what is wrong with the content of a manifest, or None."""
-    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, _FORMAT_WITHOUT_CHECKSUM):
-        return f"is not of format {FORMAT} or {_FORMAT_WITHOUT_CHECKSUM}"
-    has_checksum = manifest["format"] == FORMAT or "sha256" in manifest
-    if has_checksum and manifest.get("sha256") != _checksum(manifest):
-        return "has another checksum than was written"
-    for name, types in _FIELDS.items():
-        value: Any = manifest
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if type(value) not in types:
-            return f"is damaged: {name} is missing or has another type"
-    files = manifest["files"]
-    if len(files) != manifest["world_size"] or not all(isinstance(about, dict) for about in files.values()):
-        return f"is damaged: it does not list the files of {manifest['world_size']} ranks"
-    return None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return f"is not of format {FORMAT}"
+    return None if manifest.get("sha256") == _checksum(manifest) else "has another checksum than was written"
 
 
 def _checksum(manifest: dict) -> str:

@@ -201,7 +201,7 @@ def damage(checkpoint, name="state_00001.safetensors", change=flip):
         ("state_00001.safetensors", flip, "another checksum"),
         ("state_00000.safetensors", lambda content: None, "is missing"),
         ("infcl.json", lambda content: b"{", "damaged"),
-        ("infcl.json", lambda content: b'{"format": 99}', "not of format 3 or 2"),
+        ("infcl.json", lambda content: b'{"format": 99}', "not of format 3"),
     ],
     ids=["truncated", "flipped", "removed", "manifest", "foreign"],
 )

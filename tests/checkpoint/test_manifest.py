@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infcl.checkpoint.load import consolidated_state_dict, newest_intact
-from infcl.checkpoint.manifest import FORMAT, DamagedCheckpoint, read_manifest, sealed
+from infcl.checkpoint.manifest import DamagedCheckpoint, read_manifest, sealed
 from infcl.checkpoint.run_folder import sha256
 from tests.lib.manifests import manifest_of
 
@@ -33,18 +33,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     (folder / "infcl.json").write_text(json.dumps(manifest))
 
 
-def listed(folder: Path, step: int, **changes) -> dict:
-    """The manifest of the tensor files that are there, without a checksum."""
-    files = {file.name: entry(file) for file in sorted(folder.glob("*.safetensors"))}
-    return manifest_of(step, files) | {"format": FORMAT, "run": RUN} | changes
-
-
 def write_checkpoint(run: Path, step: int) -> Path:
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
     for number, name in enumerate(FILES):
         save_file(content_of(step, number), folder / name)
-    write_manifest(folder, sealed(listed(folder, step)))
+    write_manifest(folder, manifest_of(step, {name: entry(folder / name) for name in FILES}))
     return folder
 
 
@@ -90,29 +84,12 @@ def test_any_change_of_a_manifest_is_found(run):
     newest = run / "checkpoints" / "step_00000002"
     manifest = read_manifest(newest)
     cases = [(at, value) for at in leaves(manifest) if at for value in VALUES]
-    assert len(cases) > 300
+    assert len(cases) > 250
     for at, value in cases:
         write_manifest(newest, changed(manifest, at, value))
         with pytest.raises(DamagedCheckpoint):
             read_manifest(newest)
     assert taken(run) == 1
-
-
-def test_values_of_other_types_in_manifests_without_a_checksum_are_found(run):
-    """A value that gets through has the type of what it replaces."""
-    newest = run / "checkpoints" / "step_00000002"
-    manifest = listed(newest, 2, format=2)
-    types: dict[tuple, set[type]] = {}
-    for at in leaves(manifest):
-        for value in VALUES if at and at not in (("format",), ("zero_stage",)) else ():  # zero_stage: for people
-            write_manifest(newest, changed(manifest, at, value))
-            if newest_intact(run)[0] == newest:
-                types.setdefault(at, set()).add(type(value))
-    numbers = {("counters", "optimizer_step"), ("trainer", "train_seconds")}
-    allowed = {at: {int, float} if at in numbers else {int} for at in leaves(manifest)} | {("optimizer",): {str}}
-    allowed[("run",)] = set(map(type, VALUES))  # format 2 had none
-    assert all(found <= allowed[at] for at, found in types.items()), types
-    assert ("trainer", "step") not in types and ("files",) not in types and ("world_size",) not in types
 
 
 def test_texts_that_are_no_manifest_are_found(run):
@@ -192,13 +169,3 @@ def test_swapped_tensors_and_counters_of_another_step_are_found_by_the_manifests
     shutil.copyfile(run / "checkpoints" / "step_00000001" / "infcl.json", newest / "infcl.json")
     with pytest.raises(DamagedCheckpoint, match="is of step 1"):
         read_manifest(newest)
-
-
-def test_checkpoints_of_format_2_are_still_read(run):
-    newest = run / "checkpoints" / "step_00000002"
-    for number, name in enumerate(FILES):
-        save_file(content_of(2, number), newest / name)
-    manifest = listed(newest, 2, format=2)
-    del manifest["run"]
-    write_manifest(newest, manifest)
-    assert taken(run) == 2

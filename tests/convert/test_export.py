@@ -177,7 +177,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     demo = CLIP(load_model_config(GOLDEN_MODEL))
     save_file({f"model/{name}": value for name, value in demo.state_dict().items()}, file)
     entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    (checkpoint / "infcl.json").write_text(json.dumps(manifest))
+    (checkpoint / "infcl.json").write_text(json.dumps(manifest_of(3, {file.name: entry})))
     (run / "model_config.json").write_text(demo.cfg.to_json())
     assert main(["export", str(run)]) == 0
     assert "open_clip cannot load this model" in capsys.readouterr().out

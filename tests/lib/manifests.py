@@ -1,4 +1,6 @@
-"""Checkpoint manifests of format 2, which can still be read, and the trainer's state in them."""
+"""Checkpoint manifests, and the trainer's state in them."""
+
+from infcl.checkpoint.manifest import FORMAT, sealed
 
 
 def trainer_state_of(step: int) -> dict:
@@ -12,10 +14,10 @@ def trainer_state_of(step: int) -> dict:
 
 
 def manifest_of(step: int, files: dict[str, dict]) -> dict:
-    """Return a manifest for files {name: {"bytes": size, "sha256": hex}}."""
+    """Return a sealed manifest for files {name: {"bytes": size, "sha256": hex}}."""
     counted = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "optimizer_step")
-    return {
-        "format": 2,
+    manifest = {
+        "format": FORMAT,
         "counters": dict.fromkeys(counted, step),
         "optimizer": "adamw",
         "zero_stage": 1,
@@ -23,3 +25,4 @@ def manifest_of(step: int, files: dict[str, dict]) -> dict:
         "trainer": trainer_state_of(step),
         "files": files,
     }
+    return sealed(manifest)
