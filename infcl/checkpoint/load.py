@@ -172,8 +172,8 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
             other = f"{name} has shape {tuple(value.shape)}, this model's has {shape}"
             raise ValueError(f"{path}: {other}: give the --model and --tokenizer of the run")
         engine.state.write(parameters[name], value, state)
-    if engine.state.average is not None and "ema_updates" not in manifest["counters"]:
-        engine.state.start_average(engine.state.average.decay)
+    if engine.state.ema_decay is not None and "ema_updates" not in manifest["counters"]:
+        engine.state.start_average(engine.state.ema_decay)
         missing = {key for key in missing if not key.startswith(f"{EMA}/")}
     if missing:
         raise ValueError(

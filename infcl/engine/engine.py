@@ -276,11 +276,6 @@ class Engine:
 
     # ---- the moving average of the weights ----
 
-    def update_average(self) -> None:
-        """Update the moving average with the weights of this step, if there is one."""
-        if self.state.average is not None:
-            self.state.average.update()
-
     @contextlib.contextmanager
     def showing_average(self) -> Iterator[None]:
         """Make forwards use the averaged weights inside the context. Collective."""
@@ -296,8 +291,8 @@ class Engine:
     def counters(self) -> dict[str, float]:
         """Return the counters of DeepSpeed, the optimizer and the average, which an exact resume requires."""
         counts = {name: getattr(self.engine, name) for name in _COUNTERS} | {"optimizer_step": self.state.updates()}
-        if self.state.average is not None:
-            counts["ema_updates"] = self.state.average.updates
+        if self.state.ema_decay is not None:
+            counts["ema_updates"] = self.state.ema_updates
         scaler = self._loss_scaler()
         return counts | ({name: getattr(scaler, name) for name in _SCALER_FIELDS} if scaler is not None else {})
 
@@ -306,8 +301,7 @@ class Engine:
         for name in _COUNTERS:
             setattr(self.engine, name, counts[name])
         self.state.set_updates(counts["optimizer_step"])
-        if self.state.average is not None and "ema_updates" in counts:
-            self.state.average.updates = counts["ema_updates"]
+        self.state.ema_updates = counts.get("ema_updates", 0)
         scaler = self._loss_scaler()
         if scaler is not None:
             for name in _SCALER_FIELDS:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.engine.blockwise import Blockwise, tables
-from infcl.engine.partitions import Piece
+from infcl.engine.state import Piece
 
 MIN_8BIT_SIZE = 4096
 _TINY = 1e-30  # added to squared gradients, so that a row of zero gradients has a second moment
@@ -219,25 +219,17 @@ class AdaFactor(_ByPiece):
             for key, dim in zip(_MEANS, _dims_of(piece)):
                 mean = state[f"{key}/{piece.name}"]
                 means.append(mean.lerp_(next(sums) / piece.shape[dim], 1 - beta2))
-            if piece.numel:
-                row, column = means
-                row = (row / row.mean(dim=_dims_of(piece)[1], keepdim=True)).rsqrt()
-                factors = _touched(piece, row) * _touched(piece, column.rsqrt())
-                lifted = piece.lift(piece.of(gradient))
-                piece.of(update).copy_(piece.lower(lifted.mul_(factors)))
+            row, column = means
+            row = (row / row.mean(dim=_dims_of(piece)[1], keepdim=True)).rsqrt()
+            scaled = piece.lift(piece.of(gradient)).mul_(row).mul_(column.rsqrt())
+            piece.of(update).copy_(piece.lower(scaled))
         return update
 
     @staticmethod
     def _own_sums(piece: Piece, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Return the sums of this rank's squared gradients over each factored dimension, in the shapes of the means."""
-        sums = []
-        squares = piece.lift(piece.of(gradient).square() + _TINY) if piece.numel else None
-        for dim in _dims_of(piece):
-            total = gradient.new_zeros([1 if i == dim else size for i, size in enumerate(piece.shape)])
-            if squares is not None:
-                _touched(piece, total).add_(squares.sum(dim=dim, keepdim=True))
-            sums.append(total)
-        return sums
+        squares = piece.lift(piece.of(gradient).square() + _TINY)
+        return [squares.sum(dim=dim, keepdim=True) for dim in _dims_of(piece)]
 
 
 def _moments(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -269,9 +261,3 @@ def _dims_of(piece: Piece) -> tuple[int, int]:
     dims = factored_dims(piece.shape)
     assert dims is not None, f"{piece.name} {tuple(piece.shape)} is not factored"
     return dims
-
-
-def _touched(piece: Piece, mean: torch.Tensor) -> torch.Tensor:
-    """Return a view of the rows of a mean that the piece touches, or all of it if dim 0 was summed over."""
-    first, end = piece.rows
-    return mean if mean.shape[0] == 1 else mean.narrow(0, first, end - first)

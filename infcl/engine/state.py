@@ -1,9 +1,15 @@
 """Read and write full values of the state that ZeRO shards, by parameter: FP32 weights, optimizer state, averages.
 
-A `Piece` (partitions.py) describes the part of a parameter that a rank owns. This module reads the layouts of the ZeRO
-stages from DeepSpeed 0.19.8. Reads and writes are collective: all ranks make the same calls in the same order. A read
-returns the full tensor on every rank. A write takes the full tensor on every rank, and each rank stores its part. A
-written FP32 weight is also copied into the parameter that the forward uses.
+ZeRO passes flat tensors to the optimizer. A rank's flat tensor holds slices of some of its group's parameters:
+
+    stage 0   each parameter is its own tensor, full on every rank
+    1, 2      a rank's flat tensor is a slice of the concatenation of all the group's parameters
+    3         a rank's flat tensor holds an equal slice of each parameter of a sub-group
+
+A `Piece` is such a slice. This module reads the layouts from DeepSpeed 0.19.8. Reads and writes are collective: all
+ranks make the same calls in the same order. A read returns the full tensor on every rank. A write takes the full tensor
+on every rank, and each rank stores its part. A written FP32 weight is also copied into the parameter that the forward
+uses.
 
 A parameter that is split over tensor-parallel ranks has a Split (megatron_patches/split.py). Its full value then covers
 those ranks too, so callers never see parts.
@@ -13,15 +19,51 @@ The optimizer's state is created at start, not at the first step. So it can be r
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from infcl.engine.blockwise import Blockwise
-from infcl.engine.partitions import Piece
 
 EMA = "ema"  # key of the weights' moving average
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's slice of a parameter. All ranks list the same parameters per tensor, in the same order.
+
+    Attributes:
+        name: the parameter's name.
+        shape: the parameter's full shape.
+        tensor: the tensor that the optimizer updates.
+        offset: index of the slice in the flattened `tensor`.
+        start: index of the slice in the flattened parameter.
+        numel: length of the slice; 0 if this rank owns no element of the parameter.
+    """
+
+    name: str
+    shape: torch.Size
+    tensor: torch.Tensor
+    offset: int
+    start: int
+    numel: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this piece of `flat`, a tensor laid out like `self.tensor`: a view, [numel]."""
+        return flat.detach().view(-1).narrow(0, self.offset, self.numel)
+
+    def lift(self, values: torch.Tensor) -> torch.Tensor:
+        """Place the piece in the full parameter: [numel] -> shape, with zeros elsewhere."""
+        lifted = values.new_zeros(self.shape.numel())
+        lifted.narrow(0, self.start, self.numel).copy_(values)
+        return lifted.view(self.shape)
+
+    def lower(self, lifted: torch.Tensor) -> torch.Tensor:
+        """Undo `lift`: shape -> [numel]."""
+        return lifted.reshape(-1).narrow(0, self.start, self.numel)
 
 
 class ZeroState:
@@ -32,7 +74,8 @@ class ZeroState:
         stage: its ZeRO stage.
 
     Attributes:
-        average: the moving average of the weights, or None.
+        ema_decay: decay of the weights' moving average; None if there is no average.
+        ema_updates: number of updates of the average.
     """
 
     def __init__(self, engine, stage: int):
@@ -42,12 +85,30 @@ class ZeroState:
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
         self.pieces = dict(self._read_layout(names))
         self.tensors = list({id(piece.tensor): piece.tensor for piece in self.pieces.values()}.values())
-        self.average: WeightAverage | None = None
+        self.ema_decay: float | None = None
+        self.ema_updates = 0
         self._create_optimizer_state()
 
     def start_average(self, decay: float) -> None:
-        """Start a moving average at the current weights; see WeightAverage."""
-        self.average = WeightAverage(self.tensors, decay)
+        """Start a moving average at the current weights, in FP32, on each weight's device."""
+        self.ema_decay, self.ema_updates = decay, 0
+        for tensor in self.tensors:
+            self.optimizer.state[tensor][EMA] = tensor.detach().clone()
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        """Update the moving average, if there is one. Call it once per optimizer step that was not skipped.
+
+            average <- average + (1 - d) (weight - average),  d = min(decay, (1 + n) / (10 + n)) at update n = 0, 1, ...
+
+        The decay is small at first, so that the average forgets the initial weights (as in TensorFlow's
+        ExponentialMovingAverage with num_updates). Each rank averages the elements that it owns.
+        """
+        if self.ema_decay is not None:
+            decay = min(self.ema_decay, (1 + self.ema_updates) / (10 + self.ema_updates))
+            self.ema_updates += 1
+            averages = [self.optimizer.state[tensor][EMA] for tensor in self.tensors]
+            torch._foreach_lerp_(averages, [tensor.detach() for tensor in self.tensors], 1 - decay)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the model's parameters with their names."""
@@ -67,10 +128,6 @@ class ZeroState:
         """Return the keys of a parameter's optimizer state and `EMA`, or [] if it is frozen."""
         if parameter not in self.pieces:
             return []
-        return [*self.optimizer_keys(parameter), *([EMA] if self.average is not None else [])]
-
-    def optimizer_keys(self, parameter: nn.Parameter) -> list[str]:
-        """Return the keys of a trainable parameter's optimizer state."""
         piece = self.pieces[parameter]
         state = self.optimizer.state[piece.tensor]
         sharded = [key for key in state if key != "step" and "/" not in key]
@@ -99,12 +156,14 @@ class ZeroState:
 
     def _read_part(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
         if parameter not in self.pieces:
-            return self._frozen(parameter).float().view(self._part_shape(parameter))
-        stored = self._stored(parameter, key)
-        if not isinstance(stored, Piece):
+            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+            with GatheredParameters([parameter]):  # without effect below stage 3
+                return parameter.detach().clone().float()
+        stored, piece = self._stored(parameter, key)
+        if piece is None:
             return stored.detach().to(self.engine.device, torch.float32)
-        flat, piece = self._flat(stored, key), stored
-        own = flat.read(piece.offset, piece.numel) if isinstance(flat, Blockwise) else piece.of(flat)
+        own = stored.read(piece.offset, piece.numel) if isinstance(stored, Blockwise) else piece.of(stored)
         if self.stage == 0:
             return own.float().view(piece.shape)
         full = torch.zeros(piece.shape.numel(), dtype=torch.float32, device=self.engine.device)
@@ -116,16 +175,13 @@ class ZeroState:
     def write_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         """Do `write` with this tensor-parallel rank's part of the value; without a split, that is the full value."""
         if parameter in self.pieces:
-            stored = self._stored(parameter, key)
-            if isinstance(stored, Piece):
-                flat, piece = self._flat(stored, key), stored
-                own = value.reshape(-1).narrow(0, piece.start, piece.numel)
-                if isinstance(flat, Blockwise):
-                    flat.write(piece.offset, own)
-                else:
-                    piece.of(flat).copy_(own)
-            else:
+            stored, piece = self._stored(parameter, key)
+            if piece is None:
                 stored.copy_(value.view(stored.shape))
+            elif isinstance(stored, Blockwise):
+                stored.write(piece.offset, value.reshape(-1).narrow(0, piece.start, piece.numel))
+            else:
+                piece.of(stored).copy_(value.reshape(-1).narrow(0, piece.start, piece.numel))
         if key is None:
             self._show(parameter, value)
 
@@ -170,43 +226,29 @@ class ZeroState:
     # ---- layout ----
 
     def _part_shape(self, parameter: nn.Parameter, key: str | None = None) -> torch.Size:
-        if parameter in self.pieces:
-            return self._stored(parameter, key).shape
-        return getattr(parameter, "ds_shape", parameter.shape)
+        if parameter not in self.pieces:
+            return getattr(parameter, "ds_shape", parameter.shape)
+        stored, piece = self._stored(parameter, key)
+        return stored.shape if piece is None else piece.shape
 
-    def _stored(self, parameter: nn.Parameter, key: str | None) -> Piece | torch.Tensor:
-        """Return the parameter's piece of a sharded state, or the tensor of a state that is full on every rank."""
+    def _stored(self, parameter: nn.Parameter, key: str | None) -> tuple[Any, Piece | None]:
+        """Return the flat tensor (or Blockwise) of a state and the parameter's piece of it.
+
+        A state that is full on every rank is returned with None.
+        """
         piece = self.pieces[parameter]
         state = self.optimizer.state[piece.tensor]
-        return state.get(f"{key}/{piece.name}", piece)
-
-    def _flat(self, piece: Piece, key: str | None) -> torch.Tensor | Blockwise:
         if key is None:
-            return piece.tensor
-        if key == EMA:
-            assert self.average is not None, "only a run that averages has this state"
-            return self.average.of(piece.tensor)
-        return self.optimizer.state[piece.tensor][key]
-
-    def _frozen(self, parameter: nn.Parameter) -> torch.Tensor:
-        if self.stage < 3:
-            return parameter.detach()
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-        with GatheredParameters([parameter]):
-            return parameter.detach().clone()
+            return piece.tensor, piece
+        return (state[key], piece) if key in state else (state[f"{key}/{piece.name}"], None)
 
     @torch.no_grad()
     def _show(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set the parameter that the forward uses."""
-        value = value.view(self._part_shape(parameter))
-        if self.stage < 3:
-            parameter.copy_(value)
-            return
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-        with GatheredParameters([parameter], modifier_rank=0):
-            parameter.copy_(value)
+        with GatheredParameters([parameter], modifier_rank=0):  # without effect below stage 3
+            parameter.copy_(value.view(parameter.shape))
 
     def _read_layout(self, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Parameter, Piece]]:
         zero = self.engine.optimizer
@@ -247,30 +289,3 @@ class ZeroState:
 
 def _split(parameter: nn.Parameter):
     return getattr(parameter, "tensor_parallel_split", None)
-
-
-class WeightAverage:
-    """FP32 moving averages of `weights`, the tensors that the optimizer updates, each on its weight's device.
-
-        average <- average + (1 - d) (weight - average),  d = min(decay, (1 + n) / (10 + n)) at update n = 0, 1, ...
-
-    The decay is small at first, so that the average forgets the initial weights (as in TensorFlow's
-    ExponentialMovingAverage with num_updates). Every rank averages the elements that it owns. This takes 4 bytes per
-    element and no communication.
-    """
-
-    def __init__(self, weights: list[torch.Tensor], decay: float):
-        self.weights, self.decay = weights, decay
-        self.updates = 0
-        self.averages = [weight.detach().clone() for weight in weights]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Update the averages with the current weights. Call it once per optimizer step that was not skipped."""
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        self.updates += 1
-        torch._foreach_lerp_(self.averages, [weight.detach() for weight in self.weights], 1 - decay)
-
-    def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the average of one of the `weights`, in its shape."""
-        return next(average for own, average in zip(self.weights, self.averages) if own is weight)

@@ -248,7 +248,7 @@ class Trainer:
         applied = self.engine.step(lr)
         self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
         if applied:
-            self.engine.update_average()
+            self.engine.state.update_average()
         self.step += 1
         self.skips.count(applied)
         return lr, tower_norms, applied

@@ -14,7 +14,6 @@ from infcl.checkpoint.run_folder import RunFolder
 from infcl.convert.__main__ import main as convert
 from infcl.convert.export import load_exported
 from infcl.convert.import_weights import read_weights
-from infcl.engine.state import WeightAverage
 from infcl.evaluate.load import load_model
 from tests.lib.engine_steps import START, at_start, engine_on_cpu, engine_steps, expected
 from tests.lib.ranks import run_ranks
@@ -61,17 +60,6 @@ def test_the_average_of_bf16_parameters_is_of_their_fp32_masters(preset):
     assert all(not torch.equal(average[name], weights[name]) for name in weights)
 
 
-def test_the_decay_warms_up_to_its_value():
-    weight = torch.zeros(1)
-    average = WeightAverage([weight], decay=0.3)
-    weight.fill_(1.0)
-    values = []
-    for _ in range(4):
-        average.update()
-        values.append(1 - float(average.averages[0]))
-    assert values == pytest.approx([0.1, 0.1 * 2 / 11, 0.1 * 2 / 11 * 0.25, 0.1 * 2 / 11 * 0.25 * 0.3])
-
-
 def seen_weights(rank, world_size, preset, precision):
     """What forwards see before, while and after the average is shown, and the FP32 master weights before and after."""
     from infcl.checkpoint.load import full_weights
@@ -82,7 +70,7 @@ def seen_weights(rank, world_size, preset, precision):
         output = engine.encode(*global_batch(4, seed=step))
         engine.backward(sum(value.square().sum() for value in output.values()) + output["image_features"].sum(), True)
         engine.step(0.1)
-        engine.update_average()
+        engine.state.update_average()
     engine.train(False)
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from infcl.checkpoint.load import complete_checkpoints
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.optimizers import AdaFactor, factored_dims
-from infcl.engine.partitions import Piece
+from infcl.engine.state import Piece
 from tests.lib.engine_steps import engine_steps, expected
 from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_timm_optimizers

@@ -74,11 +74,11 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped
         output = accumulate(engine, own, seeds_of(step, rank), resident=resident)
         assert engine.step(LR)
         engine.clamp_logit_scale(CEILING)
-        engine.update_average()
+        engine.state.update_average()
         losses.append(float(mean_over(engine.dp_group, output.loss)))
         norms.append(engine.grad_norm())
         scales.append(float(output.logit_scale))
-    last = full_weights(engine, keep=True, ema=True) if engine.state.average else engine.engine.global_steps
+    last = full_weights(engine, keep=True, ema=True) if engine.state.ema_decay else engine.engine.global_steps
     return losses, norms, scales, full_weights(engine, keep=True), last
 
 
