@@ -78,40 +78,6 @@ def test_a_bucket_is_one_collective(bucket, tmp_path):
     assert MICRO_BATCHES * least <= reductions <= MICRO_BATCHES * (1 if bucket > elements else 3 * least)
 
 
-class Optimizer:
-    """Of DeepSpeed's, what is looked at before anything is changed: of two parameters."""
-
-    def __init__(self, types=(torch.float32,), groups=("data parallel",), **changes):
-        self.fp16_groups = [[torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]]
-        self.offload_optimizer, self.reduce_scatter, self.zenflow = False, True, False
-        self.gradient_predivide_factor, self.all2all_process_group = 1.0, None
-        for name, value in ({zero3.SUMS: {}} | changes).items():
-            setattr(self, name, value)
-        first = self.fp16_groups[0][0]
-        self.get_param_comm_dtype = lambda parameter: types[0 if parameter is first else -1]
-        self._get_param_partition_group = lambda parameter: groups[0 if parameter is first else -1]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"offload_optimizer": True},
-        {"reduce_scatter": False},
-        {"zenflow": True},
-        {"gradient_predivide_factor": 2.0},
-        {"all2all_process_group": "quantised"},
-        {"types": (torch.float32, torch.bfloat16)},
-        {"groups": ("data parallel", "experts")},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_what_is_not_done_here_is_left_to_deepspeed(other):
-    optimizer = Optimizer(**other)
-    before = dict(vars(optimizer))
-    assert reduce_in_few_launches(optimizer) is False
-    assert vars(optimizer) == before
-
-
 def _gpu_steps(rank: int, world_size: int, port: int, presets: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(port)

@@ -67,6 +67,7 @@ def steps_with_detours(rank, world_size, preset, hosts=1):
     model = Detour()
     with mock.patch.object(Parallel, "hosts", hosts):  # across hosts stages 1 and 2 reduce during the backward
         engine, steps = engine_on_cpu(model, preset, 2, grad_clip_norm=None, wd=0.0), []
+    assert hosts == 1 or engine.engine.optimizer.overlap_comm
     for pattern in PATTERNS:
         for index, model.taken in enumerate(pattern):
             _backward(engine, *global_batch(4, seed=10 * rank + index), last=index == 1)
@@ -158,7 +159,7 @@ def test_stage_3_gathers_nothing_again_in_a_backward_that_follows_its_forward(tm
 
 
 def fp16_on_a_cpu(rank, world_size, preset, finite):
-    """Seven steps in fp16: [(applied, loss scale after, gradient norm)], the weights, the counters."""
+    """Seven steps in fp16: [(applied, loss scale after, gradient norm)], weights, counters, a restored loss scale."""
     from infcl.checkpoint.load import full_weights
 
     with fp16_allowed():
@@ -172,7 +173,9 @@ def fp16_on_a_cpu(rank, world_size, preset, finite):
         engine.backward(total if finite else total * torch.inf, True)
         applied = engine.step(LR)
         steps.append((applied, engine.loss_scale(), engine.grad_norm()))
-    return steps, full_weights(engine, keep=True), engine.counters()
+    counters = engine.counters()
+    engine.set_counters(counters | {"cur_scale": 2.0})  # as those of another checkpoint
+    return steps, full_weights(engine, keep=True), counters, engine.loss_scale()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -186,18 +189,19 @@ def test_a_growing_loss_scale_changes_no_step(stage, tmp_path):
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": {"enabled": True} | fp16}))
         results[name] = run_ranks(fp16_on_a_cpu, 2, str(path), True)[0]
-    (static, weights, counters), (growing, same, counters_of_growing) = results.values()
+    (static, weights, counters, restored), (growing, same, counters_of_growing, restored_growing) = results.values()
     assert [scale for _, scale, _ in growing] == [16, 16, 32, 32, 64, 64, 128]
     assert [norm for *_, norm in growing] == [norm for *_, norm in static] and all(applied for applied, *_ in static)
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     assert counters_of_growing["cur_scale"] == 128 and "cur_scale" not in counters
+    assert (restored, restored_growing) == (64, 2), "a static loss scale is the preset's"
 
 
 def test_at_the_least_loss_scale_steps_are_skipped_on(tmp_path):
     """DeepSpeed's own error would end the run before --max-skipped-steps does, without a checkpoint."""
     fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
     (tmp_path / "p.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
-    steps, _, counters = run_ranks(fp16_on_a_cpu, 2, str(tmp_path / "p.json"), False)[0]
+    steps, _, counters, _ = run_ranks(fp16_on_a_cpu, 2, str(tmp_path / "p.json"), False)[0]
     assert [(applied, scale) for applied, scale, _ in steps] == [(False, max(1, 4 / 2**n)) for n in range(1, 8)]
     assert counters["skipped_steps"] == 7 and counters["optimizer_step"] == 0
 
