@@ -15,44 +15,20 @@ The format is safetensors and JSON; nothing is unpickled. write.py writes checkp
 DeepSpeed's own format is not used: it relies on pickle, and another world size or stage requires a conversion.
 """
 
-import contextlib
 import logging
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, DamagedCheckpoint, check_file, read_manifest
+from infcl.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, DamagedCheckpoint, check, read_manifest
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.engine import Engine
 from infcl.engine.state import EMA
 from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
-
-PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
-
-
-def prune_checkpoints(run: RunFolder, *, keep_last: int, keep_every: int, damaged: Collection[str] = ()) -> None:
-    """Remove old checkpoints. Rank 0 only.
-
-    Args:
-        run: run folder.
-        keep_last: number of newest checkpoints to keep; 0 keeps all.
-        keep_every: also keep the checkpoint of every n-th step; 0 disables this.
-        damaged: names of checkpoints that do not count among the newest ones.
-    """
-    paths = complete_checkpoints(run)
-    last = [path for path in paths if path.name not in damaged][:keep_last]
-    if keep_last == 0 or len(last) < keep_last:
-        return
-    for path in paths[paths.index(last[-1]) + 1 :]:
-        if keep_every == 0 or checkpoint_step(path) % keep_every:
-            with contextlib.suppress(OSError):
-                removed = path.rename(path.with_name(path.name + PARTIAL))  # a half-removed one must not look complete
-                shutil.rmtree(removed, ignore_errors=True)
 
 
 def complete_checkpoints(run: RunFolder) -> list[Path]:
@@ -82,7 +58,7 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
     if resume != "latest" and not from_first_rank(lambda: _is_given_again(resume, run)):
         problem = _check_together(Path(resume), parallel) or from_first_rank(lambda: _own_ones(Path(resume), run))
         if problem:
-            raise ValueError(f"--resume {resume}: {problem}")
+            raise ValueError(f"--resume {resume}: {problem}{from_first_rank(lambda: _hint(Path(resume)))}")
         return Path(resume)
     problems = []
     for path in from_first_rank(lambda: complete_checkpoints(run)):
@@ -102,10 +78,18 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
 
 def _is_given_again(resume: str, run: RunFolder) -> bool:
     """Return whether the run began from this checkpoint of another run and has written its own since."""
-    if run.is_replaced or Path(resume).resolve().parent == run.checkpoints.resolve() or not complete_checkpoints(run):
-        return False
     began = run.flags().get("resume")
-    return began is not None and Path(began).resolve() == Path(resume).resolve()
+    if run.is_replaced or began is None or Path(resume).resolve().parent == run.checkpoints.resolve():
+        return False
+    return Path(began).resolve() == Path(resume).resolve() and bool(complete_checkpoints(run))
+
+
+def _hint(path: Path) -> str:
+    """Return a hint for a path that is no checkpoint but a run, or its folder of checkpoints."""
+    if (path / MANIFEST).is_file():
+        return ""
+    inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
+    return f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
 
 
 def _own_ones(path: Path, run: RunFolder) -> str | None:
@@ -121,7 +105,7 @@ def _own_ones(path: Path, run: RunFolder) -> str | None:
             f"{run.root} has checkpoints of its own, up to {own[0].name}: --resume latest continues it. To continue "
             "from another run's, give another --name, or --overwrite"
         )
-    step = _read_manifest(path)["trainer"]["step"]
+    step = trainer_state(path)["step"]
     later = [other.name for other in own if checkpoint_step(other) > step]
     if not later:
         return None
@@ -133,7 +117,7 @@ def _own_ones(path: Path, run: RunFolder) -> str | None:
 
 def trainer_state(path: Path) -> dict:
     """Return the training loop's state from an intact checkpoint."""
-    return _read_manifest(path)["trainer"]
+    return read_manifest(path)["trainer"]
 
 
 def load_checkpoint(engine: Engine, path: Path) -> dict:
@@ -149,7 +133,7 @@ def load_checkpoint(engine: Engine, path: Path) -> dict:
     Raises:
         ValueError: the checkpoint has another optimizer, other parameters or other shapes, or lacks tensors.
     """
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     if manifest["optimizer"] != engine.optimizer_name:
         raise ValueError(f"{path} was written with --opt {manifest['optimizer']}, not {engine.optimizer_name}")
     parameters, buffers = dict(engine.state.parameters()), dict(engine.state.buffers())
@@ -208,13 +192,9 @@ def newest_intact(run: str | Path) -> tuple[Path, dict]:
     candidates = [path] if (path / MANIFEST).is_file() else complete_checkpoints(RunFolder(path))
     for candidate in candidates:
         try:
-            manifest = _read_manifest(candidate)
-            for name in manifest["files"]:
-                check_file(candidate, name, manifest)
+            return candidate, check(candidate)
         except DamagedCheckpoint as damage:
             log.warning("checkpoint %s is skipped: %s", candidate, damage)
-            continue
-        return candidate, manifest
     raise ValueError(f"{run}: no intact checkpoint there")
 
 
@@ -243,23 +223,11 @@ def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, 
 # ---- reading ----
 
 
-def _read_manifest(path: Path) -> dict:
-    try:
-        return read_manifest(path)
-    except (FileNotFoundError, NotADirectoryError):
-        inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
-        hint = f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
-        missing = f"{MANIFEST} is missing" if path.is_dir() else "there is no such folder"
-        raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}){hint}") from None
-
-
 def _check_together(path: Path, parallel: Parallel) -> str | None:
     """Return what is wrong with a checkpoint, or None. Each rank checks its share of the files. Collective."""
     problem = None
     try:
-        manifest = _read_manifest(path)
-        for name in sorted(manifest["files"])[parallel.rank :: parallel.world_size]:
-            check_file(path, name, manifest)
+        check(path, rank=parallel.rank, world_size=parallel.world_size)
     except DamagedCheckpoint as damage:
         problem = str(damage)
     problems: list[str | None] = [None] * parallel.world_size

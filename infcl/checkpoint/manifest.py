@@ -30,12 +30,12 @@ def read_manifest(path: Path) -> dict:
     """Read the manifest of a checkpoint folder and check it.
 
     Raises:
-        FileNotFoundError: the folder has no manifest.
-        DamagedCheckpoint: the manifest is damaged.
+        DamagedCheckpoint: the folder has no manifest, or a damaged one.
     """
     file = path / MANIFEST
     if not file.is_file():
-        raise FileNotFoundError(file)
+        missing = f"{MANIFEST} is missing" if path.is_dir() else "there is no such folder"
+        raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing})")
     try:
         manifest = json.loads(file.read_bytes())
         problem = _problem(manifest)
@@ -43,33 +43,32 @@ def read_manifest(path: Path) -> dict:
         problem = f"cannot be read ({why_not_written(error)})"
     except (ValueError, RecursionError):
         problem = "is damaged"
-    if problem is None and CHECKPOINT_NAME.fullmatch(path.name):
-        step = manifest["trainer"]["step"]
-        problem = None if path.name == f"step_{step:08d}" else f"is of step {step}"
+    if problem is None and CHECKPOINT_NAME.fullmatch(path.name) and int(path.name[5:]) != manifest["trainer"]["step"]:
+        problem = f"is of step {manifest['trainer']['step']}"
     if problem is not None:
         raise DamagedCheckpoint(f"{MANIFEST} {problem}")
     return manifest
 
 
-def check_file(path: Path, name: str, manifest: dict) -> None:
-    """Check a tensor file that the manifest lists.
+def check(path: Path, *, rank: int = 0, world_size: int = 1) -> dict:
+    """Check the manifest, and every `world_size`-th tensor file from the `rank`-th on; return the manifest.
 
     Raises:
-        DamagedCheckpoint: the file is missing or damaged, or is not in the checkpoint's folder.
+        DamagedCheckpoint: a file is missing or damaged.
     """
-    expected, file = manifest["files"][name], path / name
-    try:
-        if not file.exists():
-            raise DamagedCheckpoint(f"{name} is missing")
-        if not file.is_file() or file.resolve().parent != path.resolve():
-            raise DamagedCheckpoint(f"{name} is not a file of this folder")
-        size = file.stat().st_size
-        if size != expected.get("bytes"):
-            raise DamagedCheckpoint(f"{name} has {size} bytes, {expected.get('bytes')} were written")
-        if sha256(file) != expected.get("sha256"):
-            raise DamagedCheckpoint(f"{name} has another checksum than was written")
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        raise DamagedCheckpoint(f"{name} cannot be read ({why_not_written(error)})") from None
+    manifest = read_manifest(path)
+    for name in sorted(manifest["files"])[rank::world_size]:
+        expected, file = manifest["files"][name], path / name
+        try:
+            if not file.is_file():
+                raise DamagedCheckpoint(f"{name} is missing")
+            if (size := file.stat().st_size) != expected["bytes"]:
+                raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
+            if sha256(file) != expected["sha256"]:
+                raise DamagedCheckpoint(f"{name} has another checksum than was written")
+        except OSError as error:
+            raise DamagedCheckpoint(f"{name} cannot be read ({why_not_written(error)})") from None
+    return manifest
 
 
 def _problem(manifest: Any) -> str | None:

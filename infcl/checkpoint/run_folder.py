@@ -32,14 +32,11 @@ from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
 from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
 
-_FOLDERS = ("checkpoints", "export", "tensorboard")
-_FILES = ("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json")
 _MAY_DIFFER = {  # flags that may change when a command is repeated
     *("resume", "overwrite", "logs", "name", "debug"),
     *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
 }
 _OF_THE_BATCH = ("batch_size", "accum_freq", "global_batch_size", "tensor_parallel_size")
-_NOBODY = {"host": "", "pid": 0, "created": 0.0}  # the fields of running.json, for no process
 
 
 class FolderTaken(RuntimeError):
@@ -119,17 +116,10 @@ class RunFolder:
         self.require_shared()
         return changed
 
-    def require_kinds(self) -> None:
-        """Raise ValueError if a file or folder of the run is of another kind. Opening a FIFO would hang."""
-        for path in (self.root / name for name in (*_FOLDERS, *_FILES)):
-            if path.exists() and not (path.is_dir() if path.name in _FOLDERS else path.is_file()):
-                kind = "folder" if path.name in _FOLDERS else "regular file"
-                raise ValueError(f"{path} is not a {kind}: move it away, or choose another --name")
-
     def require_free(self) -> None:
         """Raise ValueError if another process of this node trains here. The two would overwrite each other's files."""
         there = self._trainer()
-        if there["host"] == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(**there):
+        if there.get("host") == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(there):
             raise ValueError(
                 f"{self.root} is being trained by process {there['pid']} of this host: wait until it exits, stop it, "
                 "or choose another --name"
@@ -141,15 +131,14 @@ class RunFolder:
         It may be on another node, which cannot check whether this process runs.
         """
         there = self._trainer()
-        return None if there in (_NOBODY, self._written) else f"process {there['pid']} of {there['host']}"
+        return f"process {there['pid']} of {there['host']}" if there and there != self._written else None
 
     def _trainer(self) -> dict:
-        """Return the process in running.json, or _NOBODY if the file is missing or damaged (by a full disk, say)."""
+        """Return the process in running.json, or {} if the file is missing or damaged (by a full disk, say)."""
         try:
-            there = json.loads(self.running.read_text())
-            return {name: there[name] for name in _NOBODY}
-        except (OSError, ValueError, KeyError):
-            return _NOBODY
+            return json.loads(self.running.read_text())
+        except (OSError, ValueError):
+            return {}
 
     def leave(self) -> None:
         """Remove running.json at the end of training. Rank 0 only."""
@@ -231,7 +220,6 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
 
 def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
     """Return whether an earlier run there is to be replaced, and whether it is finished. Rank 0 only."""
-    run.require_kinds()
     run.require_free()
     if not (run.root / "config.json").is_file():
         return False, run.summary.is_file()
@@ -268,11 +256,11 @@ def default_name(config: TrainConfig, world_size: int) -> str:
     )
 
 
-def _is_alive(host: str, pid: int, created: float) -> bool:
+def _is_alive(there: dict) -> bool:
     """Return whether this node's process still runs. The creation time tells apart processes that share an id."""
     try:
-        process = psutil.Process(pid)
-        return abs(process.create_time() - created) < 2 and process.status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(there["pid"])
+        return abs(process.create_time() - there["created"]) < 2 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

@@ -30,13 +30,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.load import PARTIAL, checkpoint_step, complete_checkpoints, prune_checkpoints
+from infcl.checkpoint.load import checkpoint_step, complete_checkpoints
 from infcl.checkpoint.manifest import FORMAT, MANIFEST, sealed
 from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, sync_folder, why_not_written, write_atomic
 from infcl.engine.engine import Engine
 from infcl.parallel import Parallel, from_first_rank, rank_and_host
 
 log = logging.getLogger(__name__)
+PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
 _Answer = TypeVar("_Answer")
 
 
@@ -68,7 +69,7 @@ class CheckpointWriter:
         patience: float | None = None,
     ):
         self.engine, self.run, self.parallel, self.patience = engine, run, parallel, patience
-        self.keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self.keep_last, self.keep_every = keep_last, keep_every
         self.failed = self.failed_in_a_row = 0
         self.problem = ""
         self.newest: Path | None = None
@@ -212,15 +213,15 @@ class CheckpointWriter:
 
     def _on_rank_0(self, work: Callable[[], _Answer]) -> _Answer:
         """Call `work` on rank 0 and return its result on all ranks; StorageHangs after `patience`. Collective."""
-        return from_first_rank(work if self.parallel.world_size == 1 else lambda: self._within_patience(work))
 
-    def _within_patience(self, work: Callable[[], _Answer]) -> _Answer:
-        """Call `work` in a thread, and abandon the thread after `patience`."""
-        working = _in_thread(work, daemon=True)
-        if not wait([working], self.patience).done:
-            why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
-            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}")
-        return working.result()
+        def within_patience() -> _Answer:
+            working = _in_thread(work, daemon=True)
+            if not wait([working], self.patience).done:
+                why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
+                raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}")
+            return working.result()
+
+        return from_first_rank(work if self.parallel.world_size == 1 else within_patience)
 
     def _still_writes(self, writing: Future) -> bool:
         """Wait until all ranks have written, or until `patience` seconds have passed and some have. Collective.
@@ -236,9 +237,20 @@ class CheckpointWriter:
                 return not done[self.parallel.rank]
 
     def prune(self, written: Path) -> None:
-        """Remove old checkpoints after `written` was published. Rank 0 only."""
+        """Remove old checkpoints after `written` was published. Rank 0 only.
+
+        This keeps the `keep_last` newest ones (0: all) and those of every `keep_every`-th step (0: none).
+        """
         self._damaged.discard(written.name)
-        prune_checkpoints(self.run, **self.keep, damaged=self._damaged)
+        paths = complete_checkpoints(self.run)
+        last = [path for path in paths if path.name not in self._damaged][: self.keep_last]
+        if not last or len(last) < self.keep_last:
+            return
+        for path in paths[paths.index(last[-1]) + 1 :]:
+            if self.keep_every == 0 or checkpoint_step(path) % self.keep_every:
+                with contextlib.suppress(OSError):  # renamed first, as a half-removed one must not look complete
+                    removed = path.rename(path.with_name(path.name + PARTIAL))
+                    shutil.rmtree(removed, ignore_errors=True)
 
     def _write(self, own: dict[str, torch.Tensor], step: int) -> dict:
         self._partial.mkdir(exist_ok=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from infcl.checkpoint.load import consolidated_state_dict, newest_intact
-from infcl.checkpoint.manifest import DamagedCheckpoint, read_manifest, sealed
+from infcl.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from infcl.checkpoint.run_folder import sha256
 from tests.lib.manifests import manifest_of
 
@@ -120,52 +120,29 @@ def no_safetensors(run, newest):
     return "has 100 bytes"
 
 
-def link_out(run, newest):
-    os.replace(newest / FILES[1], run / "elsewhere")
-    os.symlink(run / "elsewhere", newest / FILES[1])
-    return "is not a file of this folder"
-
-
 def a_link_to_itself(run, newest):
     (newest / FILES[1]).unlink()
     os.symlink(FILES[1], newest / FILES[1])
-    return "is missing|cannot be read"
+    return "is missing"
 
 
 def a_folder(run, newest):
     (newest / FILES[1]).unlink()
     (newest / FILES[1]).mkdir()
-    return "is not a file of this folder"
+    return "is missing"
+
+
+def another_manifest(run, newest):
+    shutil.copyfile(run / "checkpoints" / "step_00000001" / "infcl.json", newest / "infcl.json")
+    return "infcl.json is of step 1"
 
 
 @pytest.mark.parametrize(
-    "mix_up", [other_step, no_safetensors, link_out, a_link_to_itself, a_folder], ids=lambda mix_up: mix_up.__name__
+    "mix_up",
+    [other_step, no_safetensors, a_link_to_itself, a_folder, another_manifest],
+    ids=lambda mix_up: mix_up.__name__,
 )
 def test_tensor_files_that_are_not_those_of_the_checkpoint_are_found(run, caplog, mix_up):
     message = mix_up(run, run / "checkpoints" / "step_00000002")
     assert taken(run) == 1
     assert re.search(message, caplog.text)
-
-
-@pytest.mark.parametrize("name", ["../step_00000001/" + FILES[0], "/etc/hostname", "..", "", "a/b", "infcl.json"])
-def test_names_stay_in_the_folder(run, caplog, name):
-    newest = run / "checkpoints" / "step_00000002"
-    manifest = read_manifest(newest)
-    files = {name: manifest["files"][FILES[0]], FILES[1]: manifest["files"][FILES[1]]}
-    write_manifest(newest, sealed(manifest | {"files": files}))
-    assert taken(run) == 1
-    assert re.search("is not a file of this folder|is missing|bytes", caplog.text)
-
-
-def test_swapped_tensors_and_counters_of_another_step_are_found_by_the_manifests_checksum(run):
-    newest = run / "checkpoints" / "step_00000002"
-    manifest = read_manifest(newest)
-    first = load_file(newest / FILES[0])
-    save_file({"model/0": first["exp_avg/0"], "exp_avg/0": first["model/0"]}, newest / FILES[0])
-    write_manifest(newest, changed(manifest, ("files", FILES[0]), entry(newest / FILES[0])))
-    assert taken(run) == 1
-    write_manifest(newest, manifest | {"counters": manifest_of(1, {})["counters"]})
-    assert taken(run) == 1
-    shutil.copyfile(run / "checkpoints" / "step_00000001" / "infcl.json", newest / "infcl.json")
-    with pytest.raises(DamagedCheckpoint, match="is of step 1"):
-        read_manifest(newest)
