@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,10 +20,9 @@ from infcl.checkpoint.load import (
     consolidated_state_dict,
 )
 from infcl.checkpoint.run_folder import RunFolder
-from infcl.checkpoint.write import CheckpointWriter
 from infcl.report.records import read_records
 from tests.lib.engine_steps import engine_on_cpu
-from tests.lib.manifests import trainer_state_of
+from tests.lib.manifests import trainer_state_of, writer_on
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch
 from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses
@@ -273,11 +271,6 @@ def add_checkpoints(run, *steps):
         (folder / "infcl.json").write_text("{}")
 
 
-def writer_of(run, keep_last, keep_every) -> CheckpointWriter:
-    alone = SimpleNamespace(rank=0, world_size=1)
-    return CheckpointWriter(None, run, alone, keep_last=keep_last, keep_every=keep_every)
-
-
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "left"),
     [
@@ -291,14 +284,14 @@ def writer_of(run, keep_last, keep_every) -> CheckpointWriter:
 def test_pruning_keeps_the_last_ones_and_every_nth(tmp_path, keep_last, keep_every, left):
     run = RunFolder(tmp_path)
     add_checkpoints(run, *range(1, 10))
-    writer_of(run, keep_last, keep_every).prune(run.checkpoints / "step_00000009")
+    writer_on(run, keep_last=keep_last, keep_every=keep_every).prune(run.checkpoints / "step_00000009")
     assert [checkpoint_step(path) for path in complete_checkpoints(run)] == list(left)
 
 
 def test_pruning_after_a_damaged_newer_checkpoint_keeps_what_the_run_went_on_to(tmp_path):
     """Steps 6 and 8 are damaged: the run continues from 4 and writes 8 again."""
     run, left = RunFolder(tmp_path), []
-    writer = writer_of(run, 1, 0)
+    writer = writer_on(run, keep_last=1)
     add_checkpoints(run, 1, 4, 6, 8)
     writer.continue_from(run.checkpoints / "step_00000004", 4)
     for step in (5, 7, 8):

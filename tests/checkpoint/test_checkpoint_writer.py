@@ -5,7 +5,6 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,18 +12,15 @@ import torch
 
 from infcl.checkpoint import write as checkpoint_writer
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
-from infcl.parallel.rendezvous import Node
+from tests.lib.manifests import writer_on
 from tests.lib.ranks import run_ranks
 
 
 def saved_to_storage_that_hangs_or_is_gone(rank, world_size, folder) -> list[str]:
     """Of four checkpoints the first finds no folder on rank 1, the third takes both ranks longer than they are patient,
     the last does not end on rank 1; what is reported of the first and the last."""
-    parallel = SimpleNamespace(rank=rank, world_size=2, hosts=2, nodes=(Node("worker-1", 0, 1), Node("worker-2", 1, 1)))
     run, released, said = RunFolder(folder / "run"), threading.Event(), []
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
-    engine = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
-    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0, patience=5)
+    writer = writer_on(run, rank, world_size, patience=5)
 
     def write(path, *content):
         time.sleep(6 * (writer.begun_step == 3))
@@ -63,11 +59,8 @@ def test_storage_that_is_gone_or_hangs_on_one_host_is_named_with_it_and_written_
 
 def rank_0_waits_for_its_disk(rank, world_size, folder, where: str) -> str:
     """What is reported where rank 0 hears nothing of the disk, when a second checkpoint is begun or published."""
-    parallel = SimpleNamespace(rank=rank, world_size=2, hosts=2, nodes=(Node("worker-1", 0, 1), Node("worker-2", 1, 1)))
     run, released = RunFolder(folder / where), threading.Event()
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
-    engine = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
-    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=0, keep_every=0, patience=2)
+    writer = writer_on(run, rank, world_size, patience=2)
     with mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {}):
         writer.begin(1, {})
         assert writer.publish() is not None
@@ -97,9 +90,7 @@ def order_on_the_disk(rank, world_size, folder) -> list[str]:
     for step in (1, 2):
         (run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
         (run.checkpoints / f"step_{step:08d}" / "infcl.json").write_text("{}")
-    engine = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
-    parallel = SimpleNamespace(rank=0, world_size=1)
-    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=1, keep_every=0)
+    writer = writer_on(run, keep_last=1)
     fsync, replace, rename, rmtree = os.fsync, os.replace, os.rename, shutil.rmtree
 
     def name(path) -> str:

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 
@@ -110,39 +109,27 @@ def test_texts_that_are_no_manifest_are_found(run):
     assert taken(run) == 1
 
 
-def other_step(run, newest):
-    shutil.copyfile(run / "checkpoints" / "step_00000001" / FILES[1], newest / FILES[1])
-    return "has another checksum than was written"
-
-
-def no_safetensors(run, newest):
-    (newest / FILES[1]).write_bytes(b"x" * 100)
-    return "has 100 bytes"
-
-
-def a_link_to_itself(run, newest):
+def replaced(newest: Path, *, by) -> None:
     (newest / FILES[1]).unlink()
-    os.symlink(FILES[1], newest / FILES[1])
-    return "is missing"
+    by(newest / FILES[1])
 
 
-def a_folder(run, newest):
-    (newest / FILES[1]).unlink()
-    (newest / FILES[1]).mkdir()
-    return "is missing"
-
-
-def another_manifest(run, newest):
-    shutil.copyfile(run / "checkpoints" / "step_00000001" / "infcl.json", newest / "infcl.json")
-    return "infcl.json is of step 1"
+def copied(newest: Path, name: str) -> None:
+    shutil.copyfile(newest.with_name("step_00000001") / name, newest / name)
 
 
 @pytest.mark.parametrize(
-    "mix_up",
-    [other_step, no_safetensors, a_link_to_itself, a_folder, another_manifest],
-    ids=lambda mix_up: mix_up.__name__,
+    ("mix_up", "message"),
+    [
+        (lambda newest: copied(newest, FILES[1]), "has another checksum than was written"),
+        (lambda newest: copied(newest, "infcl.json"), "infcl.json is of step 1"),
+        (lambda newest: replaced(newest, by=lambda file: file.write_bytes(b"x" * 100)), "has 100 bytes"),
+        (lambda newest: replaced(newest, by=lambda file: file.symlink_to(FILES[1])), "is missing"),
+        (lambda newest: replaced(newest, by=Path.mkdir), "is missing"),
+    ],
+    ids=["other step", "other manifest", "no safetensors", "link to itself", "folder"],
 )
-def test_tensor_files_that_are_not_those_of_the_checkpoint_are_found(run, caplog, mix_up):
-    message = mix_up(run, run / "checkpoints" / "step_00000002")
+def test_tensor_files_that_are_not_those_of_the_checkpoint_are_found(run, caplog, mix_up, message):
+    mix_up(run / "checkpoints" / "step_00000002")
     assert taken(run) == 1
-    assert re.search(message, caplog.text)
+    assert message in caplog.text

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from infcl.checkpoint import write as checkpoint_writer
 from infcl.checkpoint.load import newest_intact, weights_of
 from infcl.checkpoint.run_folder import RunFolder
-from tests.lib.manifests import manifest_of, trainer_state_of
+from tests.lib.manifests import trainer_state_of, writer_on
 from tests.lib.ranks import run_ranks
 
 
@@ -43,11 +42,7 @@ def saved_with_cuts(rank, world_size, image: Path, disk: Path, commits: bool) ->
         The number of copies, IMAGE.0, IMAGE.1, ...
     """
     run, calls = RunFolder(disk / "run"), {"copies": 0}
-    run.checkpoints.mkdir(parents=True)
-    counters = manifest_of(1, {})["counters"]
-    engine = SimpleNamespace(counters=lambda: counters, optimizer_name="adamw", zero_stage=1)
-    parallel = SimpleNamespace(rank=0, world_size=1)
-    writer = checkpoint_writer.CheckpointWriter(engine, run, parallel, keep_last=1, keep_every=0)
+    writer = writer_on(run, keep_last=1)
     fsync = os.fsync
 
     def cut() -> None:

@@ -1,6 +1,12 @@
-"""Checkpoint manifests, and the trainer's state in them."""
+"""Checkpoint manifests, the trainer's state in them, and writers without an engine."""
+
+from types import SimpleNamespace
+from typing import Any
 
 from infcl.checkpoint.manifest import FORMAT, sealed
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.checkpoint.write import CheckpointWriter
+from infcl.parallel.rendezvous import Node
 
 
 def trainer_state_of(step: int) -> dict:
@@ -26,3 +32,14 @@ def manifest_of(step: int, files: dict[str, dict]) -> dict:
         "files": files,
     }
     return sealed(manifest)
+
+
+def writer_on(
+    run: RunFolder, rank: int = 0, world_size: int = 1, *, keep_last: int = 0, keep_every: int = 0, **options: Any
+) -> CheckpointWriter:
+    """Return a writer on a rank of two nodes, with an engine that has no state. Tests replace `_own_tensors`."""
+    nodes = (Node("worker-1", 0, 1), Node("worker-2", 1, 1))
+    parallel: Any = SimpleNamespace(rank=rank, world_size=world_size, hosts=2, nodes=nodes)
+    engine: Any = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    return CheckpointWriter(engine, run, parallel, keep_last=keep_last, keep_every=keep_every, **options)
