@@ -1,5 +1,6 @@
 """Steps of tensor-parallel towers under DeepSpeed equal single-process float64 ones, in every ZeRO stage."""
 
+import contextlib
 import json
 import math
 from unittest import mock
@@ -34,8 +35,8 @@ OPTIONS = [  # (T, D, preset, flags)
 def steps_of(rank, world_size, size, preset, flags):
     from infcl.checkpoint.load import full_weights
 
-    with mock.patch("infcl.train.compile.ALIGNED", 1):  # these towers' sizes are no multiples of 8; CPUs do not mind
-        config = settings(preset, size, **flags)
+    config = settings(preset, size, **flags)
+    with precision_allowed(config), mock.patch("infcl.train.compile.ALIGNED", 1):  # these sizes are no multiples of 8
         options = {"activation_checkpointing": config.grad_checkpointing}
         engine, *values = train_steps(layout(size), config, STEPS, **options)
     return *values, full_weights(engine, keep=True)
@@ -76,16 +77,15 @@ def test_steps_in_bf16_follow_within_its_rounding(preset, precision):
     assert worst_update_error(state, expected_state, new_model().state_dict()) < 0.11
 
 
-def steps_in_fp16(rank, world_size, size, preset, flags):
-    with fp16_allowed():
-        return steps_of(rank, world_size, size, "", {"precision": "fp16", "deepspeed_config": preset} | flags)
+def precision_allowed(config):
+    return fp16_allowed() if config.precision == "fp16" else contextlib.nullcontext()
 
 
-def fp16_preset(path, stage: int) -> str:
+def fp16_flags(path, stage: int) -> dict[str, str]:
     """A scale that the first steps do not overflow."""
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": fp16}))
-    return str(path)
+    return {"precision": "fp16", "deepspeed_config": str(path)}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, flags
     """The norms, and so the clip, are those of gradients that no loss scale multiplies. Seen: 7e-3, 8e-3 of a norm
     and of a parameter's update."""
     expected_losses, expected_norms, expected_tower_norms, expected_state = oracle(copies, STEPS)
-    preset = fp16_preset(tmp_path / "preset.json", stage)
-    for losses, norms, tower_norms, state in run_ranks(steps_in_fp16, size * copies, size, preset, flags):
+    flags = flags | fp16_flags(tmp_path / "preset.json", stage)
+    for losses, norms, tower_norms, state in run_ranks(steps_of, size * copies, size, "", flags):
         assert losses == pytest.approx(expected_losses, rel=2e-3)
         assert norms == pytest.approx(expected_norms, rel=2e-2)
         for got, wanted in zip(tower_norms, expected_tower_norms):
@@ -113,7 +113,7 @@ def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, flags
 POISONED = {1: "visual.ln_pre.weight", 3: "logit_scale"}  # step -> a whole parameter
 
 
-def steps_of_which_two_are_poisoned(rank, world_size, size, preset, **flags):
+def steps_of_which_two_are_poisoned(rank, world_size, size, preset, flags):
     """Five steps; in two the gradient of a whole parameter is not a number on tensor-parallel rank 1 of the first copy
     -> whether each was applied, counters, the weights that this rank holds of whole parameters."""
     from infcl.train.build import split_model
@@ -125,15 +125,16 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, **flags):
     for name, parameter in model.named_parameters():
         if name in POISONED.values():
             parameter.register_hook(lambda gradient, name=name: gradient * (math.nan if name in now else 1))
-    engine = engine_of(model, config, parallel, BatchPlan(parallel.dp_size, 1, 4))
-    engine.train()
-    for step in range(5):
-        now[:] = [POISONED.get(step)] if parallel.tp_rank == 1 and parallel.dp_rank == 0 else []
-        output = engine.encode(*global_batch(4, seed=10 * step + parallel.dp_rank))
-        engine.backward(sum(value.float().flatten()[::3].sum() for value in output.values()), is_last=True)
-        if step != 1:  # `step` needs it, and asks for it where nobody did
-            assert engine.tower_grad_norms().isfinite().all()
-        applied.append(engine.step(LR))
+    with precision_allowed(config):
+        engine = engine_of(model, config, parallel, BatchPlan(parallel.dp_size, 1, 4))
+        engine.train()
+        for step in range(5):
+            now[:] = [POISONED.get(step)] if parallel.tp_rank == 1 and parallel.dp_rank == 0 else []
+            output = engine.encode(*global_batch(4, seed=10 * step + parallel.dp_rank))
+            engine.backward(sum(value.float().flatten()[::3].sum() for value in output.values()), is_last=True)
+            if step != 1:  # `step` needs it, and asks for it where nobody did
+                assert engine.tower_grad_norms().isfinite().all()
+            applied.append(engine.step(LR))
     whole = {name: p for name, p in engine.state.parameters() if not hasattr(p, "tensor_parallel_split")}
     assert set(POISONED.values()) <= set(whole)
     return applied, engine.counters(), {name: engine.state.read(p).clone() for name, p in whole.items()}
@@ -141,30 +142,17 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, **flags):
 
 @pytest.mark.parametrize(
     ("preset", "precision"),
-    [(f"zero{stage}", "fp32") for stage in range(4)]
-    + [("zero3_offload", "fp32"), ("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16")],
+    [("zero0", "fp32"), ("zero3_offload", "fp32"), ("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16")]
+    + [(stage, "fp16") for stage in (1, 2, 3)],
 )
-def test_what_is_not_finite_on_a_later_tensor_parallel_rank_skips_the_step_on_all(preset, precision):
+def test_what_is_not_finite_on_a_later_tensor_parallel_rank_skips_the_step_on_all(preset, precision, tmp_path):
     """A norm counts a whole parameter on tensor-parallel rank 0 only."""
-    skipped_on_all(run_ranks(steps_of_which_two_are_poisoned, 4, 2, preset, precision=precision))
-
-
-def poisoned_in_fp16(rank, world_size, size, preset):
-    with fp16_allowed():
-        return steps_of_which_two_are_poisoned(rank, world_size, size, "", precision="fp16", deepspeed_config=preset)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_it_does_so_in_fp16_where_the_loss_scale_falls_on_all(stage, tmp_path):
-    results = run_ranks(poisoned_in_fp16, 4, 2, fp16_preset(tmp_path / "preset.json", stage))
-    skipped_on_all(results)
-    assert {counters["cur_scale"] for _, counters, _ in results} == {2**6}
-
-
-def skipped_on_all(results):
+    flags = fp16_flags(tmp_path / "preset.json", preset) if precision == "fp16" else {"precision": precision}
+    results = run_ranks(steps_of_which_two_are_poisoned, 4, 2, preset, flags)
     for applied, counters, weights in results:
         assert applied == [True, False, True, False, True]
         assert counters["optimizer_step"] == 3 and counters["skipped_steps"] == 2
+        assert precision != "fp16" or counters["cur_scale"] == 2**6
         for name, value in weights.items():
             assert value.isfinite().all() and torch.equal(value, results[0][2][name]), name
 

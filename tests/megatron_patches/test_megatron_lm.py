@@ -144,29 +144,37 @@ def reference(copies: int, shared: bool):
     return value.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [{}, {"calculate_per_token_loss": True}], ids=["mean", "per token"])
+def times_1024(loss):
+    return loss * 1024
+
+
+MEAN, PER_TOKEN, SCALED = {}, {"calculate_per_token_loss": True}, {"grad_scale_func": times_1024}
+CASES = [
+    (1, 2, False, MEAN),
+    (1, 2, True, PER_TOKEN),
+    (1, 2, True, SCALED),
+    (2, 1, True, MEAN),
+    (2, 2, True, PER_TOKEN),
+]
+SLOW_CASES = [(1, 1, True, MEAN), (1, 2, False, PER_TOKEN), (2, 2, False, MEAN), (2, 2, True, MEAN)]
+
+
 @pytest.mark.parametrize(
-    ("size", "copies", "shared"),
-    [(1, 2, False), (1, 2, True), (2, 1, True), (2, 2, True)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1, True), (2, 2, False)]],
+    ("size", "copies", "shared", "config"),
+    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES],
 )
 def test_gradients_are_those_of_the_global_loss(size, copies, shared, config):
+    """Times the loss scale of Megatron's optimizer, which divides by it."""
     expected_loss, expected = reference(copies, shared)
+    factor = 1024 if config is SCALED else 1
     for loss, gradients, events in run_ranks(train_step, size * copies, size, shared, config=config):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
-        assert worst_error(gradients, expected) < 1e-5
+        assert worst_error({name: gradient / factor for name, gradient in gradients.items()}, expected) < 1e-5
         assert events.count("first micro-batch") == 1 and events[-1] == "finish"
         if shared:
             cached = MICRO_BATCHES - 1
             first_pass = ["forward without graph"] * cached + ["forward"]
             assert events == ["first micro-batch", *first_pass, *["forward"] * cached, "finish"]
-
-
-def test_gradients_carry_megatrons_loss_scale():
-    """Which its optimizer divides by."""
-    _, expected = reference(2, True)
-    for _, gradients, _ in run_ranks(train_step, 2, 1, True, config={"grad_scale_func": times_1024}):
-        assert worst_error({name: gradient / 1024 for name, gradient in gradients.items()}, expected) < 1e-5
 
 
 def finalised_with(rank, world_size, **given):
@@ -177,15 +185,10 @@ def finalised_with(rank, world_size, **given):
     return call.args[1:], call.kwargs
 
 
-def test_gradients_are_finalised_over_the_groups_that_megatrons_loop_names():
+@pytest.mark.parametrize("given", [{"pg_collection": "groups"}, {"force_all_reduce": True}, {}])
+def test_gradients_are_finalised_over_the_groups_that_megatrons_loop_names(given):
     """As Megatron's own schedule hands them on."""
-    assert run_ranks(finalised_with, 1, pg_collection="groups") == [((None,), {"pg_collection": "groups"})]
-    assert run_ranks(finalised_with, 1, force_all_reduce=True) == [((None,), {"force_all_reduce": True})]
-    assert run_ranks(finalised_with, 1) == [((None,), {})]
-
-
-def times_1024(loss):
-    return loss * 1024
+    assert run_ranks(finalised_with, 1, **given) == [((None,), given)]
 
 
 def test_an_evaluation_step_takes_one_loss_without_gradients():

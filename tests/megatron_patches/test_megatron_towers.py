@@ -70,15 +70,6 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
     return [f.detach() for f in features], whole_values(model, lambda parameter: parameter.grad)
 
 
-@pytest.mark.parametrize(
-    ("size", "sequence_parallel", "checkpointing", "rows"),
-    [(2, False, False, 3), (4, False, True, 5), (2, True, False, 4), (2, True, True, 5), (4, True, False, 3)],
-)
-def test_features_and_gradients_equal_the_whole_models(size, sequence_parallel, checkpointing, rows):
-    """Also where the samples do not divide by T under sequence parallelism."""
-    require_those_of_the_whole_model(size, sequence_parallel, checkpointing, rows, CFG)
-
-
 def packed_features(rank, world_size, counts, compiled):
     """Under sequence parallelism, of as many captions as each of `counts`: features and gradients compared with the
     whole model's; rows; the first block's own rows, and its mask. And how many graphs were made on the way.
@@ -144,24 +135,23 @@ def drawn(seed: int, size: int) -> tuple:
     return size, draw.random() < 0.5, draw.random() < 0.3, draw.randint(1, 7), cfg
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_towers_of_random_sizes_equal_the_whole_ones(size):
-    for seed in range(6):
-        require_those_of_the_whole_model(*drawn(seed, size))
-
-
-def require_those_of_the_whole_model(*given):
-    size, rows, cfg = given[0], given[3], given[4]
+@pytest.mark.parametrize(
+    "given",
+    [  # size, sequence_parallel, checkpointing, rows: also where the samples do not divide by T
+        *((2, False, False, 3, CFG), (4, False, True, 5, CFG), (2, True, True, 5, CFG), (4, True, False, 3, CFG)),
+        *(drawn(seed, size) for size in (2, 4) for seed in range(4)),
+    ],
+    ids=lambda given: "-".join(map(str, given[:4])),
+)
+def test_features_and_gradients_equal_the_whole_models(given):
+    size, _, _, rows, cfg = given
     features, gradients = forward_backward(0, 1, 1, False, False, rows, cfg=cfg)
     for got_features, got_gradients in run_ranks(forward_backward, size, *given):
         for got, expected in zip(got_features, features):
             assert relative_error(got, expected) < 1e-12, given
         assert set(got_gradients) == set(gradients)
         for name, expected in gradients.items():
-            assert float((got_gradients[name] - expected).norm()) < 1e-11 * max(1.0, float(expected.norm())), (
-                name,
-                given,
-            )
+            assert float((got_gradients[name] - expected).norm()) < 1e-11 * max(1.0, float(expected.norm())), name
 
 
 class SentDtypes(TorchDispatchMode):
