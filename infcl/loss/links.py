@@ -1,67 +1,17 @@
-"""Links of one rank in a ring: its peers, computed from the group and the ranks' nodes.
+"""Laps and process groups of a ring, computed from the group and the ranks' nodes.
 
-A link is a pair of peers and the process group that carries its messages. A flat ring is one lap over all ranks. A
-two-level ring makes a lap over the ranks of a node; then every rank sends to the same local rank of the next node.
-
-    flat        lap = W            next: rank + 1
-    two-level   lap = W / nodes    next: rank + 1 within the node    next_node: rank + lap
-
-This module does not read the environment: the number of ranks per node is an argument.
+A flat ring is one lap over all ranks. A two-level ring makes a lap over the ranks of a node; then every rank sends to
+the same local rank of the next node. This module does not read the environment: the number of ranks per node is an
+argument.
 """
 
 from datetime import timedelta
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 RINGS = ("auto", "flat", "two-level")
-
-
-class Link(NamedTuple):
-    """Global ranks of the two peers, and the group that carries the messages (None: one rank, no messages)."""
-
-    group: dist.ProcessGroup | None
-    to: int
-    source: int
-
-
-class Links(NamedTuple):
-    """The links of one rank.
-
-    Attributes:
-        lap: number of ranks in a lap.
-        next: link to the next rank of the lap.
-        next_node: link to the same local rank of the next node.
-    """
-
-    lap: int
-    next: Link
-    next_node: Link
-
-
-def links_of(group: dist.ProcessGroup | None, *, ring: str, ranks_per_node: int | None) -> Links:
-    """Return this rank's links.
-
-    Raises:
-        ValueError: unknown ring, or a two-level ring on a group whose ranks do not fill nodes evenly and in order.
-    """
-    if ring not in RINGS:  # checked on a single rank too, so the error shows before the run on a cluster
-        raise ValueError(f"unknown ring '{ring}'; one of {RINGS}")
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
-    if group is None or dist.get_world_size(group) == 1:
-        alone = Link(None, 0, 0)
-        return Links(1, alone, alone)
-    ranks = dist.get_process_group_ranks(group)
-    lap = lap_length(ranks, ring=ring, ranks_per_node=ranks_per_node)
-    rank, size = dist.get_rank(group), len(ranks)
-    first = rank - rank % lap  # first rank of this node
-
-    to, source = (first + (rank - first + step) % lap for step in (1, -1))
-    next_node = Link(group, ranks[(rank + lap) % size], ranks[(rank - lap) % size])
-    return Links(lap, Link(group, ranks[to], ranks[source]), next_node)
 
 
 def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> int:
@@ -74,8 +24,14 @@ def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> in
         ranks_per_node: number of ranks that the launcher started on each node (LOCAL_WORLD_SIZE).
 
     Raises:
-        ValueError: two-level, but the ranks per node are unknown or uneven.
+        ValueError: unknown ring, or two-level, but the ranks per node are unknown, uneven or not in order.
     """
+    if ring not in RINGS:  # checked on a single rank too, so the error shows before the run on a cluster
+        raise ValueError(f"unknown ring '{ring}'; one of {RINGS}")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node {ranks_per_node} must be at least 1")
+    if len(ranks) == 1:
+        return 1
     if ring == "flat" or (ring == "auto" and ranks_per_node is None):
         return len(ranks)
     if ranks_per_node is None:

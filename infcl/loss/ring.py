@@ -27,15 +27,24 @@ for a result. The first part of each later lap needs memory too, because both bu
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.loss.links import Link, links_of, second_group
+from infcl.loss.links import lap_length, second_group
 
 Combine = Callable[[Tensor, Tensor], Tensor]
+
+
+class Link(NamedTuple):
+    """Global ranks of the two peers, and the group that carries the messages (None: one rank, no messages)."""
+
+    group: dist.ProcessGroup | None
+    to: int
+    source: int
 
 
 class RingExchange:
@@ -64,10 +73,14 @@ class RingExchange:
         ranks_per_node: int | None = None,
     ):
         self.group = group
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.links = links_of(group, ring=ring, ranks_per_node=ranks_per_node)
-        self.lap = self.links.lap
+        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = len(self.ranks)
+        self.lap = lap_length(self.ranks, ring=ring, ranks_per_node=ranks_per_node)
         self.laps = self.world_size // self.lap
+        first, turn = self.rank - self.rank % self.lap, self.rank % self.lap  # first rank of this node, and local rank
+        to, source = (self.ranks[first + (turn + step) % self.lap] for step in (1, -1))
+        self.next = Link(group if self.world_size > 1 else None, to, source)
         self._step = 0
         self._buffers: dict[str, list[Tensor]] = {}
         self._pending: dict[str, tuple[list[dist.Work], Link, Tensor, Tensor]] = {}
@@ -83,7 +96,7 @@ class RingExchange:
             for turn in range(self.lap):
                 self._step = lap * self.lap + turn
                 if turn < self.lap - 1:
-                    self._post_all("block", tensors, self.links.next)
+                    self._post_all("block", tensors, self.next)
                 yield self._step, tensors
                 if turn < self.lap - 1:
                     tensors = self._wait_all("block", len(tensors))
@@ -96,7 +109,7 @@ class RingExchange:
         The first part uses the second of the two receive buffers, which is free until the first part is sent. Later
         parts need new memory, because one result arrives while another leaves. Release each part before the next call.
         """
-        part, link = torch.empty_like(like, dtype=dtype), self.links.next
+        part, link = torch.empty_like(like, dtype=dtype), self.next
         if name in self._buffers or link.group is None:
             return part
         self._buffers[name] = [torch.empty_like(part), part]
@@ -125,7 +138,7 @@ class RingExchange:
     def post(self, name: str, tensor: Tensor, link: Link | None = None) -> None:
         """Start to send `tensor` along a link (default: to the next rank) and to receive one of the same shape."""
         assert name not in self._pending, f"'{name}' was posted twice without a wait"
-        link = self.links.next if link is None else link
+        link = self.next if link is None else link
         if link.group is None:
             self._pending[name] = ([], link, tensor, tensor)
             return
@@ -175,10 +188,9 @@ class RingExchange:
         except RuntimeError as error:
             if device.type == "cuda":  # an error of earlier GPU work; NCCL's timeouts do not raise here
                 raise
-            ranks = dist.get_process_group_ranks(self.group)
             raise RuntimeError(
-                f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks {ranks} "
-                f"(global ranks): one of them ended, hangs, or did not get so far. {error}"
+                f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks "
+                f"{self.ranks} (global ranks): one of them ended, hangs, or did not get so far. {error}"
             ) from error
         for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
             if len(set(per_rank)) > 1:
@@ -191,7 +203,8 @@ class RingExchange:
     def _across(self) -> Link:
         """Return the link to the next node, on its own connections, which are created on first use."""
         assert self.group is not None, "one rank alone has no other node"
-        return self.links.next_node._replace(group=second_group(self.group))
+        to, source = (self.ranks[(self.rank + step) % self.world_size] for step in (self.lap, -self.lap))
+        return Link(second_group(self.group), to, source)
 
     def _failure(self, name: str, peer: str, error: RuntimeError) -> RuntimeError:
         return RuntimeError(

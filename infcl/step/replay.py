@@ -20,7 +20,7 @@ class Replay:
         self.seen: Features = {}
         self.difference: Tensor | None = None
         self.statistics = RunningStatistics(model)
-        own = {id(buffer) for each in self.statistics.layers for buffer in each.layer.buffers(recurse=False)}
+        own = {id(buffer) for layer in self.statistics.layers for buffer in layer.buffers(recurse=False)}
         self.buffers = {key: value for key, value in model.named_buffers() if id(value) not in own}
         self.versions: dict[str, int] = {}
 
@@ -44,7 +44,7 @@ class Replay:
                 )
         self.versions = {}
         if self.index == 0 and not self.seen:
-            self.seen = {key: value.clone() for key, value in _detached(features).items()}
+            self.seen = {key: value.detach().clone() for key, value in features.items()}
         elif self.index == 0:
             apart = [
                 (value.detach() - self.seen[key]).norm() / value.detach().norm() for key, value in features.items()
@@ -80,62 +80,48 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module):
-        self.layers = [_LayerStatistics(layer) for layer in running_statistics(model) if layer.training]
-
-    def on_phase(self, phase: str) -> None:
-        for layer in self.layers if phase == "loss" else ():
-            layer.move_once()
+        self.layers: list[Any] = [layer for layer in running_statistics(model) if layer.training]
 
     def __enter__(self) -> None:
-        for layer in self.layers:
-            layer.collect()
+        self.momenta = [layer.momentum for layer in self.layers]
+        self.before: dict[Any, list[Tensor]] = {}  # mean, variance and count of the layers that were called
+        self.calls = dict.fromkeys(self.layers, 0)
+        self.hooks = [layer.register_forward_pre_hook(self._before_forward) for layer in self.layers]
+
+    def _before_forward(self, layer: Any, _: Any) -> None:
+        if layer not in self.before:  # by now DDP has broadcast the buffers
+            buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
+            self.before[layer] = [buffer.clone() for buffer in buffers]
+        self.calls[layer] += 1
+        layer.momentum = 1 / self.calls[layer]  # makes the statistics the mean over this step's micro-batches
+
+    def on_phase(self, phase: str) -> None:
+        if phase != "loss":
+            return
+        self._remove_hooks()
+        for layer, momentum in zip(self.layers, self.momenta):
+            layer.momentum = 0.0
+            if layer in self.before:
+                mean, variance, count = self.before[layer]
+                factor = 1 / (1 + int(count)) if momentum is None else momentum
+                for buffer, before in ((layer.running_mean, mean), (layer.running_var, variance)):
+                    buffer.data.copy_(before.lerp(buffer, factor))  # .data: graphs hold it, but do not read it
 
     def __exit__(self, *_: Any) -> None:
-        for layer in self.layers:
-            layer.leave()
+        self._remove_hooks()
+        for layer, momentum in zip(self.layers, self.momenta):
+            layer.momentum = momentum
+            if layer in self.before:
+                layer.num_batches_tracked.copy_(self.before[layer][2] + 1)
+
+    def _remove_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 def running_statistics(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers of a model that keep running statistics."""
     return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
-
-
-class _LayerStatistics:
-    """The running statistics of one BatchNorm layer."""
-
-    def __init__(self, layer: Any):
-        self.layer, self.momentum, self.calls = layer, layer.momentum, 0
-
-    def collect(self) -> None:
-        self.hook = self.layer.register_forward_pre_hook(self._before_forward)
-
-    def _before_forward(self, *_: Any) -> None:
-        if self.calls == 0:  # by now DDP has broadcast the buffers
-            self.before = [buffer.clone() for buffer in self._statistics()]
-            self.counted = self.layer.num_batches_tracked.clone()
-        self.calls += 1
-        self.layer.momentum = 1 / self.calls  # makes the statistics the mean over this step's micro-batches
-
-    def move_once(self) -> None:
-        self.hook.remove()
-        if self.calls:
-            factor = 1 / (1 + int(self.counted)) if self.momentum is None else self.momentum
-            for buffer, before in zip(self._statistics(), self.before):
-                buffer.data.copy_(before.lerp(buffer, factor))  # .data: graphs of pass 1 hold it, but do not read it
-        self.layer.momentum = 0.0
-
-    def leave(self) -> None:
-        self.hook.remove()
-        self.layer.momentum = self.momentum
-        if self.calls:
-            self.layer.num_batches_tracked.copy_(self.counted + 1)
-
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        return self.layer.running_mean, self.layer.running_var
-
-
-def _detached(features: Features) -> Features:
-    return {key: value.detach() for key, value in features.items()}
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:

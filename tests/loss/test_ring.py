@@ -84,7 +84,7 @@ def _count_messages(rank, world_size, options):
     post = ring.post
 
     def counting_post(name, tensor, link=None):
-        sent.append((link or ring.links.next).to // 2)
+        sent.append((link or ring.next).to // 2)
         post(name, tensor, link)
 
     ring.post = counting_post
