@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss
 from infcl.kernels import select_tile, torch_tile
 from infcl.kernels.torch_tile import Blocks, Gradients
 from infcl.loss.inputs import rounded_to_tf32
@@ -46,7 +46,9 @@ def _check_tile(device, rows, columns, dim, kind, scale, dtype, workspaces=(2**1
         row_lse, col_lse = whole[0] + shift, whole[1] + shift
         for columns_lse in (col_lse, None):  # None: the loss of the rows alone
             expected, value = _zeros(wide, torch.float64), _zeros(wide, torch.float32)
-            for _ in range(2 if kind == "random" else 1):  # gradients are added to what is there
+            for _ in range(
+                2 if kind == "random" and columns_lse is not None else 1
+            ):  # gradients are added to what is there
                 torch_tile.softmax_backward(exact, row_lse, columns_lse, expected)
                 tile.softmax_backward(
                     given, row_lse.float(), None if columns_lse is None else columns_lse.float(), value
@@ -85,12 +87,7 @@ def check_odd_shapes(device):
 
 def check_adversarial_features(device):
     for kind in FEATURES:
-        scale = 100.0 if kind != "long" else 0.001
-        _check_tile(device, 70, 70, 24, kind, scale, torch.float32, workspaces=(2**22,))
-
-
-def check_adversarial_features_of_sixteen_bits(device):
-    for kind in FEATURES:
+        _check_tile(device, 70, 70, 24, kind, 100.0 if kind != "long" else 0.001, torch.float32, workspaces=(2**22,))
         for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
             if kind != "long":  # their norms are no float16
                 _check_tile(device, 40, 40, 24, kind, 100.0, dtype, workspaces=(2**22,))
@@ -180,77 +177,41 @@ def check_gradients_of_sixteen_bit_features(device):
                 assert error < 2e-3, (dtype, kind, error)
 
 
-def check_other_losses(device):
-    """info_nce (documents that several queries share, fewer of them than queries) and nt_xent, as the torch tile."""
-    queries, documents = features("random", 70, 40)
-    positives = torch.randint(0, 60, (70,), generator=torch.Generator().manual_seed(0))
-    results = []
-    for where, tile in (("cpu", "torch"), (device, "triton")):
-        dtype = torch.float64 if tile == "torch" else torch.float32
-        q, d = (side.to(where, dtype).requires_grad_() for side in (queries, documents))
-        info_nce = info_nce_loss(q, d[:60], positives.to(where), 30.0, tile=tile, workspace_bytes=2**14)
-        nt_xent = nt_xent_loss(q, d, 30.0, tile=tile, workspace_bytes=2**14)
-        gradients = [*torch.autograd.grad(info_nce, (q, d)), *torch.autograd.grad(nt_xent, (q, d))]
-        results.append([info_nce.detach(), nt_xent.detach(), *gradients])
-    for reference, value in zip(*results):
-        assert relative_error(value.cpu(), reference) < 2e-5
-
-
-def _check_ids(device, rows, dim, dtype, workspace_bytes, kind="random"):
-    """Every loss with ids, of one kind or of two, as the torch tile's in float64."""
-    images, texts = features(kind, rows, dim, dtype)
-    generator = torch.Generator().manual_seed(rows)
-    ids = [torch.randint(0, count, (rows,), generator=generator) for count in (rows // 3, rows // 2)]
-    documents = torch.randint(0, rows, (rows,), generator=generator)
-    tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}[dtype]
+def _check_losses(device, rows, dim, dtype, workspace_bytes, kind="random"):
+    """Every other loss, and with ids of one kind or of two."""
+    options = {"kind": kind, "dtype": dtype, "bias": -5.0, "workspace_bytes": workspace_bytes}
+    shared = {"columns": rows * 6 // 7, "positives": "shared"}  # documents that several queries share
+    cases = [Case("info_nce", rows, dim, 30.0, **options | shared), Case("nt_xent", rows, dim, 30.0, **options)]
     for mode in ("mask", "positive"):
-        results = []
-        for where, tile in (("cpu", "torch"), (device, "triton")):
-            wide = torch.float64 if tile == "torch" else dtype
-            leaves = [side.to(where, wide).requires_grad_() for side in (images, texts)]
-            leaves.append(torch.tensor(30.0, device=where, requires_grad=True))
-            own, options = [kind.to(where) for kind in ids], {"tile": tile, "workspace_bytes": workspace_bytes}
-            options["duplicates"] = mode
-            losses = [
-                inf_cl_loss(*leaves, text_ids=own[1], **options),
-                inf_cl_loss(*leaves, image_ids=own[0], text_ids=own[1], **options),
-                siglip_loss(*leaves, -5.0, image_ids=own[0], text_ids=own[1], **options),
-                info_nce_loss(*leaves[:2], documents.to(where), leaves[2], document_ids=own[0], **options),
-            ]
-            results.append([(loss.detach(), *torch.autograd.grad(loss, leaves)) for loss in losses])
-        for number, (reference, value) in enumerate(zip(*results)):
-            for k, (expected, got) in enumerate(zip(reference, value)):
-                error = relative_error(got.cpu(), expected, floor=1e-2 if kind == "random" else 1.0)  # else it cancels
-                bound = tolerance if k in (1, 2) else 2e-5
-                assert error < bound, (mode, number, k, rows, dim, dtype, kind, error)
+        given = options | {"duplicates": mode, "ids": "few"}
+        cases += [Case(name, rows, dim, 30.0, **given, kinds="both") for name in ("inf_cl", "siglip")]
+        cases += [Case("inf_cl", rows, dim, 30.0, **given, kinds="text")]
+        cases += [Case("info_nce", rows, dim, 30.0, **given, positives="shared")]
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}[dtype]
+    for case in cases:
+        reference, result = oracle(case), evaluate(case, device=device, tile="triton")
+        for field in result._fields[: 5 if case.name == "siglip" else 4]:
+            floor = 1e-2 if kind == "random" else 1.0  # else it cancels
+            error = relative_error(getattr(result, field), getattr(reference, field), floor)
+            assert error < (tolerance if field in ("d_images", "d_texts") else 2e-5), (case, field, error)
 
 
-def check_ids_of_samples(device):
+def check_other_losses_and_ids(device):
     for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
-        _check_ids(device, 150, 40, dtype, 2**14)
-    _check_ids(device, 70, 24, torch.float32, 2**20, "opposite")  # statistics are repaired
+        _check_losses(device, 150, 40, dtype, 2**14)
+    _check_losses(device, 70, 24, torch.float32, 2**20, "opposite")  # statistics are repaired
 
 
 def check_results_are_bitwise_repeatable(device):
     """Of every loss; many queries share a document, whose gradient sums their parts."""
     rows, calls, workspace_bytes = (300, 3, 2**16) if device == "cuda" else (150, 2, 2**14)  # several tiles either way
-    first, second = (side.to(device).requires_grad_() for side in features("random", rows, 40, torch.float16))
-    scale = torch.tensor(50.0, device=device, requires_grad=True)
-    options = {"tile": "triton", "workspace_bytes": workspace_bytes}
-    positives = torch.randint(0, 20, (rows,), generator=torch.Generator().manual_seed(0)).to(device)
-    for loss in (
-        lambda: inf_cl_loss(first, second, scale, **options),
-        lambda: siglip_loss(first, second, scale, -5.0, **options),
-        lambda: info_nce_loss(first, second, positives, scale, **options),
-        lambda: nt_xent_loss(first, second, scale, **options),
-        lambda: inf_cl_loss(first, second, scale, image_ids=positives, duplicates="positive", **options),
-    ):
-        values = []
-        for _ in range(calls):
-            value = loss()
-            values.append((value.detach(), *torch.autograd.grad(value, (first, second, scale))))
-        for again in values[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(values[0], again))
+    options = {"dtype": torch.float16, "bias": -5.0, "workspace_bytes": workspace_bytes}
+    cases = [Case(name, rows, 40, 50.0, **options) for name in ("inf_cl", "siglip", "nt_xent")]
+    cases += [Case("info_nce", rows, 40, 50.0, **options, columns=20, positives="shared")]
+    cases += [Case("inf_cl", rows, 40, 50.0, **options, ids="one", duplicates="positive")]
+    for case in cases:
+        first, *others = (evaluate(case, device=device, tile="triton") for _ in range(calls))
+        assert all(torch.equal(a, b) for again in others for a, b in zip(first, again)), case
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
@@ -285,7 +246,7 @@ def test_large_odd_blocks_on_a_gpu(dim, dtype):
 @pytest.mark.parametrize("dim", [24, 100, 512, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_large_odd_blocks_with_ids_on_a_gpu(dim, dtype):
-    _check_ids("cuda", 1537, dim, dtype, 2**21)
+    _check_losses("cuda", 1537, dim, dtype, 2**21)
 
 
 @pytest.mark.gpu

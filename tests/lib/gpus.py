@@ -2,7 +2,7 @@
 
 Ranks that share a GPU can test that NCCL's results are correct, but not its speed. NCCL treats each rank as a separate
 host (NCCL_HOSTID) and sends messages over sockets. The GPU runs one process after another or, under CUDA's MPS, all at
-the same time. Memory that peers write into is not available: torch shares it only between GPUs (`one_each`).
+the same time.
 """
 
 import contextlib
@@ -13,11 +13,9 @@ import tempfile
 import time
 from typing import IO
 
-import pytest
 import torch
 
 RANKS_PER_GPU = int(os.environ.get("INFCL_RANKS_PER_GPU", "1"))
-one_each = pytest.mark.skipif(RANKS_PER_GPU > 1, reason="ranks that share a GPU cannot write into each other's memory")
 
 
 def num_ranks(most: int = 8) -> int:

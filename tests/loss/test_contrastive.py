@@ -155,8 +155,3 @@ def test_many_queries_of_one_document_are_summed_in_a_fixed_order():
         add_rows(total, torch.arange(3000) % 2, rows)
     torch.set_num_threads(threads)
     assert all(torch.equal(total, sums[0]) for total in sums)
-
-
-def test_an_unknown_loss_is_rejected_with_the_names():
-    with pytest.raises(ValueError, match="'clippy'.*inf_cl.*siglip"):
-        ContrastiveLoss("clippy")

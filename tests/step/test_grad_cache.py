@@ -21,14 +21,14 @@ def cached_gradients(model, micro_batches, seeds, encode=None, **options):
     return output, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [[7], [5, 5, 5], [3, 4, 1, 5]])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_cached_gradients_equal_those_of_the_whole_batch(sizes, dropout):
+@pytest.mark.parametrize("sizes", [[7], [5, 5, 5], [3, 4, 1, 5], [2, 3, 2, 1, 3, 2, 2]])
+@pytest.mark.parametrize(("dropout", "resident"), [(0.0, 1), (0.3, 1), (0.3, 2), (0.3, 3), (0.3, 9)])
+def test_cached_gradients_equal_those_of_the_whole_batch(sizes, dropout, resident):
     model = ToyCLIP(dropout=dropout).train()
     images, texts = global_batch(sum(sizes))
     micro_batches = list(zip(images.split(sizes), texts.split(sizes)))
     seeds = list(range(11, 11 + len(sizes)))
-    output, cached = cached_gradients(model, micro_batches, seeds)
+    output, cached = cached_gradients(model, micro_batches, seeds, resident=resident)
     loss, whole = whole_batch_gradients(model, micro_batches, seeds)
     assert float(output.loss) == pytest.approx(float(loss), rel=1e-6)
     assert worst_error(cached, whole) < 1e-5
@@ -47,18 +47,6 @@ def test_a_replay_under_another_seed_is_noticed():
     _, wrong = cached_gradients(model, micro_batches, [1, 2, 3], encode=forgetful_encode)
     _, whole = whole_batch_gradients(model, micro_batches, [1, 2, 3])
     assert worst_error(wrong, whole) > 0.1
-
-
-@pytest.mark.parametrize("sizes", [[5, 5, 5], [3, 4, 1, 5], [2, 3, 2, 1, 3, 2, 2]])
-@pytest.mark.parametrize("options", [{"resident": 2}, {"resident": 3}, {"resident": 9}])
-def test_resident_graphs_change_no_gradient(sizes, options):
-    model = ToyCLIP(dropout=0.3).train()
-    images, texts = global_batch(sum(sizes))
-    micro_batches = list(zip(images.split(sizes), texts.split(sizes)))
-    seeds = list(range(11, 11 + len(sizes)))
-    _, cached = cached_gradients(model, micro_batches, seeds, **options)
-    _, whole = whole_batch_gradients(model, micro_batches, seeds)
-    assert worst_error(cached, whole) < 1e-5
 
 
 @pytest.mark.parametrize(
