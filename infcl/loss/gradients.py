@@ -47,11 +47,13 @@ def ring_gradients(
         partners = columns[: len(rows)] if matches is None else columns[matches]
         d_rows = torch.mul(slopes[:, None], partners)
     for hop, (block, *its) in ring.blocks(columns, *travelling):
-        d_block = ring.part("d_columns", block, slopes.dtype).zero_() if columns_need else None
-        if d_block is not None and hop == 0:
-            if matches is None:
-                torch.mul(slopes[:, None], rows, out=d_block[: len(rows)])
-            else:
+        d_block = ring.part("d_columns", block, slopes.dtype) if columns_need else None
+        if d_block is not None and hop == 0 and matches is None:
+            torch.mul(slopes[:, None], rows, out=d_block[: len(rows)])
+            d_block[len(rows) :].zero_()
+        elif d_block is not None:
+            d_block.zero_()
+            if hop == 0 and matches is not None:
                 add_rows(d_block, matches, slopes[:, None] * rows)
         add_tile(hop, block, its, Gradients(d_rows, d_block, d_scale))
         if d_block is not None:

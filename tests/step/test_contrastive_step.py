@@ -252,39 +252,42 @@ def test_random_numbers_after_a_step_are_those_after_its_first_pass():
     assert torch.equal(*states)
 
 
+def linear(*shape):
+    return Encoders(nn.Linear(*(shape or (6, 4))))
+
+
+def returning(forward):
+    module = nn.Linear(6, 6)
+    module.forward = forward
+    return Encoders(module)
+
+
+THREE_DIMENSIONS = split_batch(batch_of(4, 2, 6), 2)
+PAIRS = split_batch(batch_of(8), 2)
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [("random", "pass 2 gives other features than pass 1"), ("buffer", "changes the buffer encoders.0.calls")],
+    ("model", "micro_batches", "message"),
+    [
+        (Encoders(Noisy("random")), PAIRS, "pass 2 gives other features than pass 1"),
+        (Encoders(Noisy("buffer")), PAIRS, "changes the buffer encoders.0.calls"),
+        (linear(6, 6), THREE_DIMENSIONS, r"encoder 0 \(Linear\) gives a tensor \(2, 2, 6\)"),
+        (returning(lambda rows: (rows,)), THREE_DIMENSIONS, r"\(Linear\) gives tuple\(a tensor \(2, 2, 6\)"),
+        (returning(lambda rows: {"pooled": rows}), PAIRS, r"\(Linear\) gives dict\(pooled\)"),
+        (nn.Bilinear(6, 6, 1), [tuple(torch.zeros(2, 6))] * 2, "Bilinear returns no features"),
+        (
+            Encoders(nn.Linear(6, 4), nn.Linear(6, 5)),
+            PAIRS,
+            r"widths: encoder 0 \(Linear\) \[2, 4\], encoder 1 \(Linear\) \[2, 5\]",
+        ),
+        (Encoders(*[nn.Linear(6, 6)] * 3), PAIRS, "2 inputs for 3 encoders"),
+        (linear().requires_grad_(False), PAIRS, "no parameter of Encoders requires a gradient"),
+        (linear(), [], "at least one micro-batch"),
+    ],
 )
-def test_a_model_that_pass_2_cannot_repeat_is_rejected(kind, message):
+def test_models_and_batches_that_cannot_train_are_rejected_by_name(model, micro_batches, message):
     with pytest.raises(ValueError, match=message):
-        contrastive_step(Encoders(Noisy(kind)), split_batch(batch_of(8), 2), dense_clip)
-
-
-class Returns(nn.Module):
-    def __init__(self, forward):
-        super().__init__()
-        self.forward = forward
-
-
-def test_an_output_that_is_no_features_is_rejected_by_name():
-    def step(encoder, **options):
-        contrastive_step(Encoders(encoder, **options), split_batch(batch_of(4, 2, 6), 2), dense_clip)
-
-    with pytest.raises(ValueError, match=r"encoder 0 \(Linear\) gives a tensor \(2, 2, 6\)"):
-        step(nn.Linear(6, 6))
-    with pytest.raises(ValueError, match="Bilinear returns no features"):
-        contrastive_step(nn.Bilinear(6, 6, 1), [tuple(torch.randn(6) for _ in range(2))] * 2, dense_clip)
-    with pytest.raises(ValueError, match=r"widths: encoder 0 \(Linear\) \[2, 4\], encoder 1 \(Linear\) \[2, 5\]"):
-        contrastive_step(Encoders(nn.Linear(6, 4), nn.Linear(6, 5)), split_batch(batch_of(4), 2), dense_clip)
-    with pytest.raises(ValueError, match=r"encoder 0 \(Returns\) gives tuple\(a tensor \(2, 2, 6\)"):
-        step(Returns(lambda rows: (rows,)))
-    with pytest.raises(ValueError, match=r"encoder 0 \(Returns\) gives dict\(pooled\)"):
-        step(Returns(lambda rows: {"pooled": rows}))
-    with pytest.raises(ValueError, match="2 inputs for 3 encoders"):
-        contrastive_step(Encoders(*[nn.Linear(6, 6)] * 3), [batch_of(4)], dense_clip)
-    with pytest.raises(ValueError, match="no parameter of Encoders requires a gradient"):
-        contrastive_step(Encoders(nn.Linear(6, 6)).requires_grad_(False), split_batch(batch_of(4, 6), 2), dense_clip)
+        contrastive_step(model, micro_batches, dense_clip)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
