@@ -247,7 +247,7 @@ def test_wrong_inputs_are_rejected_with_the_numbers(loss, arguments, options, me
 
 
 def _differ(rank, world_size):
-    """Messages of calls in which the ranks differ. Ranks that went on alone would hang or mix up rows."""
+    """Messages of calls in which the ranks differ. A rank that continued alone would hang or mix up rows."""
     group, first = {"group": torch.distributed.group.WORLD}, rank != 1
     images, texts = (side.requires_grad_() for side in features("random", 4, 8))
     locked = texts if first else texts.detach()
