@@ -33,6 +33,7 @@ from infcl.engine.patches import (
     scale_between_steps,
     shards,
     square_of,
+    take_norm_together,
 )
 from infcl.engine.state import EMA, ZeroState
 from infcl.engine.zero3 import KeptParameters, reduce_in_few_launches
@@ -93,6 +94,7 @@ class Engine:
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # it would copy all gradients into a bucket and back
         reduce_what_is_left(self.engine.optimizer, parallel.device)
+        take_norm_together(self.engine.optimizer)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
         self.sums_are_old = True  # the gradient sums over micro-batches are those of the step before

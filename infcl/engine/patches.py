@@ -82,6 +82,12 @@ EPILOGUE = Patch(
     "It ends a backward, and is the last chance to reduce parameters that the backward did not reach. Under stage 3 "
     "the host waits for the GPU there, after each micro-batch (zero3.py).",
 )
+NORM = Patch(
+    "ZeROOptimizer.get_grad_norm_direct",
+    f"{_SOURCE}/zero/stage3.py#L2419",
+    "The norm is computed per tensor, with a copy of each in float64: 1,300 launches for the 446 tensors of ViT-L-14, "
+    "while the GPU is idle.",
+)
 NORM_OVER_PARTS = Patch(
     "ZeROOptimizer._model_parallel_all_reduce",
     f"{_SOURCE}/zero/stage3.py#L2412",
@@ -212,6 +218,36 @@ def _have_gradient(optimizer: Any, parameter: Any, device: torch.device) -> None
         parameter.grad = torch.zeros_like(parameter)
         if optimizer.use_grad_accum_attribute:
             optimizer._fill_param_grad_accum_attribute(parameter)
+
+
+def take_norm_together(optimizer: Any) -> None:
+    """Make a ZeRO optimizer compute the gradient norm in a few launches, in float32.
+
+    Optimizers with state in host memory, and BF16_Optimizer (stage 1 in BF16), are not patched.
+    """
+    in_host_memory = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    if not hasattr(optimizer, "get_grad_norm_direct") or in_host_memory:
+        return
+    is_stage_3 = hasattr(optimizer, "fp16_groups")
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    def norm_of(gradients: list[torch.Tensor], parameters: list[torch.nn.Parameter]):
+        """Return the norm over all ranks' gradients as get_grad_norm_direct does: [] f32, -1 if it is not finite."""
+        present = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        group, everywhere = optimizer.dp_process_group, False
+        if is_stage_3:
+            group = optimizer._get_param_partition_group(parameters[0])
+            everywhere = optimizer._grad_norm_counts_every_rank(parameters, group)
+        all_count = everywhere or optimizer.model_parallel_rank == 0
+        counted = [g for g, p in zip(present, parameters) if all_count or is_model_parallel_parameter(p)]
+        square = square_of(counted, optimizer.device)
+        torch.distributed.all_reduce(square, group=group)
+        if not everywhere:
+            optimizer._model_parallel_all_reduce(tensor=square, op=torch.distributed.ReduceOp.SUM)
+        norm = square.sqrt()
+        return torch.where(norm.isfinite(), norm, -1.0)
+
+    NORM.apply(optimizer, lambda installed: norm_of)
 
 
 def square_of(tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
