@@ -62,6 +62,8 @@ def check(path: Path, *, rank: int = 0, world_size: int = 1) -> dict:
         try:
             if not file.is_file():
                 raise DamagedCheckpoint(f"{name} is missing")
+            if file.resolve().parent != path.resolve():
+                raise DamagedCheckpoint(f"{name} is not a file of this folder")
             if (size := file.stat().st_size) != expected["bytes"]:
                 raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
             if sha256(file) != expected["sha256"]:

@@ -32,6 +32,8 @@ from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
 from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
 
+_FOLDERS = ("checkpoints", "export", "tensorboard")
+_FILES = ("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json")
 _MAY_DIFFER = {  # flags that may change when a command is repeated
     *("resume", "overwrite", "logs", "name", "debug"),
     *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
@@ -115,6 +117,13 @@ class RunFolder:
         changed = from_first_rank(prepare)
         self.require_shared()
         return changed
+
+    def require_kinds(self) -> None:
+        """Raise ValueError if a file or folder of the run is of another kind. Opening a FIFO would hang."""
+        for path in (self.root / name for name in (*_FOLDERS, *_FILES)):
+            if path.exists() and not (path.is_dir() if path.name in _FOLDERS else path.is_file()):
+                kind = "folder" if path.name in _FOLDERS else "regular file"
+                raise ValueError(f"{path} is not a {kind}: move it away, or choose another --name")
 
     def require_free(self) -> None:
         """Raise ValueError if another process of this node trains here. The two would overwrite each other's files."""
@@ -220,6 +229,7 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
 
 def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
     """Return whether an earlier run there is to be replaced, and whether it is finished. Rank 0 only."""
+    run.require_kinds()
     run.require_free()
     if not (run.root / "config.json").is_file():
         return False, run.summary.is_file()

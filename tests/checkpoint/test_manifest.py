@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from infcl.checkpoint.load import consolidated_state_dict, newest_intact
-from infcl.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from infcl.checkpoint.manifest import DamagedCheckpoint, read_manifest, sealed
 from infcl.checkpoint.run_folder import sha256
 from tests.lib.manifests import manifest_of
 
@@ -83,7 +84,7 @@ def test_any_change_of_a_manifest_is_found(run):
     newest = run / "checkpoints" / "step_00000002"
     manifest = read_manifest(newest)
     cases = [(at, value) for at in leaves(manifest) if at for value in VALUES]
-    assert len(cases) > 250
+    assert len(cases) > 300
     for at, value in cases:
         write_manifest(newest, changed(manifest, at, value))
         with pytest.raises(DamagedCheckpoint):
@@ -133,3 +134,13 @@ def test_tensor_files_that_are_not_those_of_the_checkpoint_are_found(run, caplog
     mix_up(run / "checkpoints" / "step_00000002")
     assert taken(run) == 1
     assert message in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../step_00000001/" + FILES[0], "/etc/hostname", "..", "", "a/b", "infcl.json"])
+def test_names_stay_in_the_folder(run, caplog, name):
+    newest = run / "checkpoints" / "step_00000002"
+    manifest = read_manifest(newest)
+    files = {name: manifest["files"][FILES[0]], FILES[1]: manifest["files"][FILES[1]]}
+    write_manifest(newest, sealed(manifest | {"files": files}))
+    assert taken(run) == 1
+    assert re.search("is not a file of this folder|is missing|bytes", caplog.text)

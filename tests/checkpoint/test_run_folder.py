@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig
+from infcl.report.records import read_run
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses, said
 
@@ -152,6 +154,17 @@ def test_a_checkpoint_to_begin_from_may_lie_in_no_run(demo_folder, tmp_path):
     """At the root, as a container has what is mounted, no folder is above it that could be a run's."""
     config = demo_config(demo_folder, tmp_path, resume="latest")  # what one rank writes the other may see already
     assert run_ranks(opened, 2, config, Path("/checkpoint")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "name, make", [("metrics.jsonl", os.mkfifo), ("config.json", os.mkdir), ("tensorboard", Path.touch)]
+)
+def test_what_is_not_the_file_or_folder_of_its_name_is_a_usage_error(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is not a (regular file|folder): move it away"):
+        RunFolder(tmp_path).require_kinds()
+    with pytest.raises(ValueError, match="not a run folder"):
+        read_run(tmp_path)
 
 
 def test_a_run_of_before_a_flag_existed_was_started_with_its_default(tmp_path):

@@ -1,8 +1,12 @@
 """Steps through DeepSpeed equal single-process float64 ones: ZeRO stages, several world sizes, clip and clamp on."""
 
+import math
+from unittest import mock
+
 import pytest
 import torch
 
+from infcl.engine.engine import Engine
 from infcl.engine.patches import square_of
 from tests.lib.engine_steps import (
     CEILING,
@@ -33,6 +37,29 @@ def test_three_steps_equal_the_single_process_ones(preset, world_size):
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     assert worst_error(state, expected_state) < 1e-5
     assert steps == STEPS
+
+
+def steps_across_hosts(rank, world_size, preset):
+    """As if each rank were another host's. And whether DeepSpeed's optimizer reduces during the backward."""
+    from infcl.parallel import Parallel
+
+    seen: list[bool] = []
+    backward = Engine.backward
+
+    def noted(engine, *arguments):
+        seen.append(engine.engine.optimizer.overlap_comm)
+        backward(engine, *arguments)
+
+    with mock.patch.object(Parallel, "hosts", world_size), mock.patch.object(Engine, "backward", noted):
+        return engine_steps(rank, world_size, preset), seen
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_reductions_run_during_the_backward_across_hosts_and_change_no_step(preset):
+    (_, norms, _, state, _), overlaps = run_ranks(steps_across_hosts, 2, preset)[0]
+    _, expected_norms, expected_state = expected(2)
+    assert norms == pytest.approx(expected_norms, rel=1e-5) and worst_error(state, expected_state) < 1e-5
+    assert overlaps and all(overlaps)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +122,28 @@ def follow_in_bf16(got, wanted):
     assert worst_update_error(state, expected_state, at_start()) < BF16_UPDATE
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_norm_weight_that_stays_at_its_start_or_moves_the_wrong_way_is_noticed(world_size):
+    """In relation to the parameter it is not: two of 5e-2 still are."""
+    *got, state, steps = run_ranks(engine_steps, world_size, "zero2_bf16", "bf16")[0]
+    wanted, start, name = expected(world_size), at_start(), "image.1.weight"
+    follow_in_bf16((*got, state, steps), wanted)
+    for way, error in ((0, 1), (-1, 2)):
+        wrong = state | {name: start[name] + way * (state[name] - start[name])}
+        assert worst_error(wrong, wanted[2]) < 5e-2
+        assert worst_update_error(wrong, wanted[2], start) == pytest.approx(error, rel=BF16_UPDATE)
+        with pytest.raises(AssertionError):
+            follow_in_bf16((*got, wrong, steps), wanted)
+
+
+def test_a_parameter_that_is_not_a_number_is_noticed():
+    """Python's max takes the first of two when the second is NaN."""
+    _, _, state = expected(1)
+    wrong = state | {"text.4.bias": state["text.4.bias"] * math.nan}
+    assert worst_error(state, state) == 0 and math.isnan(worst_error(wrong, state))
+    assert math.isnan(worst_update_error(wrong, state, at_start()))
+
+
 def misaligned_parameters(rank, world_size, preset, precision):
     from infcl.models.clip import CLIP
     from infcl.models.config import load_model_config
@@ -152,8 +201,85 @@ def test_six_hundred_bf16_micro_batches_accumulate_without_loss(preset, world_si
     assert run_ranks(accumulate_ones, world_size, preset)[0] == pytest.approx(600.0, rel=1e-6)
 
 
+def counters_of_loss_scalers(rank, world_size):
+    """The counters of engines with these loss scalers, each given those of the first before they are read."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    def dynamic(scale):
+        return DynamicLossScaler(scale, 1000, 1, 2, False)  # window, least, hysteresis
+
+    counters = []
+    for scaler in (dynamic(2**8), LossScaler(1024), dynamic(2**16)):
+        engine = object.__new__(Engine)
+        engine.precision = "fp16"
+        counts = dict.fromkeys(("global_steps", "global_samples", "micro_steps", "skipped_steps"), 0)
+        engine.engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler), **counts)
+        engine.state = SimpleNamespace(ema_decay=None, updates=lambda: 0, set_updates=lambda step: None)
+        if counters:
+            engine.set_counters(counters[0])
+        counters.append(engine.counters() | {"scale": scaler.cur_scale})
+    return counters
+
+
+def test_a_static_loss_scale_is_the_presets_and_a_dynamic_one_the_checkpoints():
+    first, static, dynamic = run_ranks(counters_of_loss_scalers, 1)[0]
+    assert first["cur_scale"] == 2**8 and first["cur_hysteresis"] == 2
+    assert static["scale"] == 1024 and "cur_scale" not in static
+    assert dynamic == first
+
+
+def unclipped_norm(rank, world_size, preset, grad_clip_norm):
+    from infcl.checkpoint.load import full_weights
+
+    torch.manual_seed(rank)
+    options = {"grad_clip_norm": grad_clip_norm, "wd": 0.0, "eps": 1e3}
+    engine = engine_on_cpu(ToyCLIP(logit_scale=1.0), preset, 1, 2, **options)
+    before = full_weights(engine, keep=True)
+    output = engine.encode(*global_batch(2))
+    engine.backward(100 * output["logit_scale"].sum() + 0 * sum(output[n].sum() for n in output), True)
+    engine.step(LR)
+    after = full_weights(engine, keep=True)
+    return float((before["logit_scale"] - after["logit_scale"]).abs()) if rank == 0 else None
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_clipping_is_what_the_flag_says(preset):
+    """DeepSpeed clips at 1.0 unless told otherwise; with this epsilon the update is proportional to the gradient."""
+    free = run_ranks(unclipped_norm, 2, preset, None)[0]
+    clipped = run_ranks(unclipped_norm, 2, preset, 10.0)[0]
+    assert free == pytest.approx(LR * 100 / 1e3, rel=0.15)
+    assert clipped == pytest.approx(free / 10, rel=0.15)
+
+
 def test_the_square_of_many_numbers_is_exact_on_a_cpu():
     """In float32 a CPU's sum of 25 million squares is 0.3% off."""
     numbers = torch.randn(25_000_000, generator=torch.Generator().manual_seed(0))
     found = square_of([None, numbers, numbers[:0]], torch.device("cpu"))
     assert float(found) == pytest.approx(float(numbers.double().square().sum()), rel=1e-6)
+
+
+def tensors_of_the_norm(rank, world_size, preset):
+    """(numbers of tensors that are measured together, tensors that this rank owns of each group)."""
+    engine = engine_on_cpu(ToyCLIP(), preset, precision=None)
+    output = engine.encode(*global_batch(4))
+    engine.backward(sum(value.sum() for value in output.values()), True)
+    optimizer, together = engine.engine.optimizer, []
+
+    def count(tensors, device):
+        tensors = list(tensors)
+        together.append(len(tensors))
+        return square_of(tensors, device)
+
+    with mock.patch("infcl.engine.patches.square_of", count):
+        optimizer._get_norm_groups() if preset == "zero3" else optimizer.scaled_global_norm()
+    groups = optimizer.fp16_groups if preset == "zero3" else optimizer.params_in_partition
+    return together, [len(parameters) for parameters in groups]
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
+def test_the_norm_of_a_group_is_taken_at_once(preset):
+    """DeepSpeed's takes three launches for each tensor, which a GPU waits for."""
+    for together, owned in run_ranks(tensors_of_the_norm, 2, preset):
+        assert together == owned and len(owned) == 2 and max(owned) > 1

@@ -165,6 +165,12 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     assert written == vars(load_gpu(str(tmp_path / "gpu.json")))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
+def test_a_shipped_profile_says_which_figures_are_estimated(path):
+    profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
+    assert "estimated" in profile.source or "measured" in profile.source
+
+
 def test_an_older_profile_is_still_read():
     """It has a share of usable memory, which no profile sets any more, and no rate of FP32."""
     assert load_gpu(str(ROOT / "docs" / "results" / "h200_measured.json")).fp32_tflops == 50
