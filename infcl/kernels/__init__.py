@@ -35,6 +35,8 @@ class Tile(NamedTuple):
     softmax_forward: Callable[[Blocks], tuple[Tensor, Tensor]]
     softmax_backward: Callable[[Blocks, Tensor, Tensor | None, Gradients], None]
     sigmoid_gradients: Callable[[Blocks, Tensor, Gradients], tuple[Tensor, Tensor]]
+    row_dots: Callable[[Tensor, Tensor], Tensor]
+    products_of_sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None = None) -> Tile:
@@ -61,8 +63,7 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         tile = "triton" if features.is_cuda and tile_dtype != "fp64" else "torch"
     operand_dtype, tf32 = _OPERANDS[tile_dtype], tile_dtype == "tf32"
     if tile == "torch":
-        functions = torch_tile.softmax_forward, torch_tile.softmax_backward, torch_tile.sigmoid_gradients
-        return Tile(operand_dtype, tf32, *functions)
+        return Tile(operand_dtype, tf32, *(getattr(torch_tile, name) for name in Tile._fields[2:]))
     if tile_dtype == "fp64":
         raise ValueError("the Triton tile has no float64; use tile='torch'")
     if not features.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -74,5 +75,7 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         )
     from infcl.kernels.triton_backward import sigmoid_gradients, softmax_backward
     from infcl.kernels.triton_forward import softmax_forward
+    from infcl.kernels.triton_statistics import products_of_sums, row_dots
 
-    return Tile(operand_dtype, tf32, softmax_forward, softmax_backward, sigmoid_gradients)
+    functions = softmax_forward, softmax_backward, sigmoid_gradients, row_dots, products_of_sums
+    return Tile(operand_dtype, tf32, *functions)

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SUMMED_DIMS = 256  # feature dimensions summed at a time, which bounds the float32 temporaries
+_ROWS = 16384  # rows per [rows, D] float32 temporary
 _TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
 
 
@@ -146,6 +148,34 @@ def sigmoid_gradients(blocks: Blocks, bias: Tensor, gradients: Gradients) -> tup
         slope += d_logits.sum()
         chunk.accumulate(d_logits, cosines, gradients)
     return loss, slope
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return `(a * b).sum(1)`, [n], float32 or wider, without an [n, D] temporary."""
+    chunks = zip(a.split(_ROWS), b.split(_ROWS))
+    return torch.cat([torch.mul(x.to(_accumulator_like(x)), y).sum(1) for x, y in chunks])
+
+
+def products_of_sums(
+    rows: Tensor, columns: Tensor, row_order: Tensor, row_counts: Tensor, col_order: Tensor, col_counts: Tensor
+) -> Tensor:
+    """Return <sum of the rows of group n, sum of its columns> for each n, [groups], float32 or wider.
+
+    Args:
+        rows, columns: [r, D] and [c, D].
+        row_order, row_counts: int64 indices that sort the rows by group, and the number of rows of each group. Rows
+            past the sum of the counts are in no group. The same for columns.
+    """
+    totals = rows.new_zeros(len(row_counts), dtype=_accumulator_like(rows))
+    for x, y in zip(rows.split(SUMMED_DIMS, 1), columns.split(SUMMED_DIMS, 1)):
+        totals += torch.linalg.vecdot(segment_sums(x, row_order, row_counts), segment_sums(y, col_order, col_counts))
+    return totals
+
+
+def segment_sums(features: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of the features [n, d] of each group, [groups, d], float32 or wider."""
+    ordered = features[order].to(_accumulator_like(features))
+    return torch.segment_reduce(ordered, "sum", lengths=counts, unsafe=True)
 
 
 class _Chunk(NamedTuple):

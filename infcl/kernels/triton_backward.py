@@ -48,9 +48,7 @@ from infcl.kernels.triton_launch import (
     same_ids,
     walked_dim,
 )
-
-_WINDOW = 80.0  # largest spread of the LSE, in log2, for which one exponential is exact
-_LARGEST = 2.0**12  # largest LSE, in log2, whose rounding leaves a probability at most 1 + 2^-11
+from infcl.kernels.triton_statistics import middle
 
 # Block shapes and launch options by operand size in bytes; GROUP row blocks are processed together, for the L2 cache.
 _LAUNCH = {
@@ -64,7 +62,7 @@ def softmax_backward(blocks: Blocks, row_lse: Tensor, col_lse: Tensor | None, gr
 
     For the loss of the rows only, col_lse is inf, so the columns' exponentials vanish, and the result is doubled.
     """
-    shift, count = _middle(row_lse, row_lse if col_lse is None else col_lse), 1
+    shift, count = middle(row_lse, row_lse if col_lse is None else col_lse), 1
     if col_lse is None:
         col_lse, count = torch.full_like(blocks.columns[:, 0], math.inf, dtype=row_lse.dtype), 2
     sums = _accumulate(blocks, row_lse, col_lse, shift, gradients, count)
@@ -76,13 +74,6 @@ def sigmoid_gradients(blocks: Blocks, bias: Tensor, gradients: Gradients) -> tup
     sums = _accumulate(blocks, None, None, bias, gradients)
     gradients.scale.add_(sums[0])
     return (sums[1] * math.log(2)).float(), sums[2].float()
-
-
-def _middle(row_lse: Tensor, col_lse: Tensor) -> Tensor:
-    """Return the middle of all LSE in log2, f32 0-dim; NaN if their spread or size rules out a single exponential."""
-    low, high = torch.cat([row_lse, col_lse]).mul_(LOG2E.value).aminmax()
-    exact = (high - low <= _WINDOW) & (torch.maximum(high, -low) <= _LARGEST)
-    return ((low + high) / 2).where(exact, math.nan)
 
 
 def _accumulate(

@@ -15,8 +15,6 @@ again, so the accuracy does not depend on the bound.
 Sizes: r rows, c columns, D features. There are no atomics: all sums have a fixed order and are bitwise reproducible.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -35,9 +33,7 @@ from infcl.kernels.triton_launch import (
     same_kind,
     walked_dim,
 )
-
-_HEADROOM = 96.0
-_SMALLEST_SUM = 2.0**-76  # terms that underflow (below 2^-126) are at most 2^-50 of it
+from infcl.kernels.triton_statistics import finish, reference, row_dots
 
 # Block shapes and launch options by operand size in bytes.
 _LAUNCH = {
@@ -52,12 +48,9 @@ _REPAIR_LAUNCH = {
 
 def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Compute torch_tile.softmax_forward for rows and columns in bf16, fp16 or f32; results are f32."""
-    norms = [torch.linalg.vector_norm(side, dim=1, dtype=torch.float32).amax() for side in blocks[:2]]
-    reference = norms[0] * norms[1] * blocks.scale.abs() * LOG2E.value - _HEADROOM
-    sums = torch.cat([partial.sum(0) for partial in _tile_sums(blocks, reference)])
-    trusted = (sums >= _SMALLEST_SUM) & (sums < math.inf)
-    lse = sums.log2().add_(reference).div_(LOG2E.value)
-    row_lse, col_lse = lse.where(trusted, math.nan).split([len(blocks.rows), len(blocks.columns)])
+    rows, columns, scale = blocks[:3]
+    shift = reference(row_dots(rows, rows), row_dots(columns, columns), scale)
+    row_lse, col_lse = finish(*_tile_sums(blocks, shift), shift)
     _repair(blocks, row_lse, col_lse)
     return row_lse, col_lse
 

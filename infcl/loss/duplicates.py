@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infcl.kernels.torch_tile import Groups
+from infcl.kernels import Tile
+from infcl.kernels.torch_tile import SUMMED_DIMS, Groups, segment_sums
 
 DUPLICATES = ("negative", "mask", "positive")
-_DIMS = 256  # feature dimensions summed at a time, which bounds the float32 temporaries
 
 
 class Duplicates(NamedTuple):
@@ -84,19 +84,24 @@ def find_duplicates(row_ids: Sequence[Tensor], column_ids: Sequence[Tensor], dup
     return Duplicates(known, torch.searchsorted(known, rows, out_int32=True), columns, duplicates == "positive")
 
 
-def sum_positives(groups: Groups, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count each row's positives in a block, and sum `rows @ columns.T` over them, by row and by column. O((r + c) D).
+def sum_positives(groups: Groups, rows: Tensor, columns: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """Count each row's positives in a block, and sum `rows @ columns.T` over them, by row and by column.
+
+    With one kind of ids, all rows with one id have the same number of positives, so only the total over these rows
+    matters. Each of them gets an equal share of it; the same for columns. With two kinds, each row and column gets its
+    own sum.
 
     Args:
         groups: numbers of the ids of the block.
         rows, columns: [r, D] and [c, D].
+        tile: for one kind of ids.
 
     Returns:
         Counts int64 [r]; sums per row [r] and per column [c], float32 or wider.
     """
     kinds = [(row.long(), column.long()) for row, column in zip(groups.rows, groups.columns)]
     if len(kinds) == 1:
-        return _sum_by_number(rows, columns, *kinds[0])
+        return _share_by_number(rows, columns, *kinds[0], tile)
     found = [_sum_by_number(rows, columns, *kind) for kind in (*kinds, _numbers_of_both(*kinds))]
     counts, row_sums, col_sums = (image + text - both for image, text, both in zip(*found))  # inclusion-exclusion
     return counts, row_sums, col_sums
@@ -116,10 +121,20 @@ def _indices(known: Tensor, ids: Tensor) -> Tensor:
     return indices.where(known[indices] == ids, -1)
 
 
+def _share_by_number(
+    rows: Tensor, columns: Tensor, row_numbers: Tensor, col_numbers: Tensor, tile: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `sum_positives` for the only kind of ids; row_numbers int64 in [0, r), col_numbers in [-1, r)."""
+    (row_order, row_counts), (col_order, col_counts) = (_by_number(n, len(rows)) for n in (row_numbers, col_numbers))
+    totals = tile.products_of_sums(rows, columns, row_order, row_counts, col_order, col_counts)
+    col_sums = (totals / col_counts)[col_numbers.clamp(min=0)].where(col_numbers >= 0, 0)
+    return col_counts[row_numbers], (totals / row_counts)[row_numbers], col_sums
+
+
 def _sum_by_number(
     rows: Tensor, columns: Tensor, row_numbers: Tensor, col_numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sum_positives` for one kind of ids; row_numbers int64 in [0, r), col_numbers in [-1, r).
+    """Compute `sum_positives` for one of two kinds, exactly for each row and column. O((r + c) D).
 
     Sums the features of each number first: sum_j x_i . y_j = x_i . (sum_j y_j). Sorting makes the order of sums fixed.
     """
@@ -127,18 +142,12 @@ def _sum_by_number(
     (row_order, row_counts), (col_order, col_counts) = (_by_number(n, len(rows)) for n in (row_numbers, col_numbers))
     known, col_numbers = col_numbers >= 0, col_numbers.clamp(min=0)
     row_sums, col_sums = rows.new_zeros(len(rows), dtype=wide), rows.new_zeros(len(columns), dtype=wide)
-    for start in range(0, rows.shape[1], _DIMS):
-        x, y = (side[:, start : start + _DIMS] for side in (rows, columns))
-        x_sums, y_sums = _segment_sums(x, row_order, row_counts), _segment_sums(y, col_order, col_counts)
+    for start in range(0, rows.shape[1], SUMMED_DIMS):
+        x, y = (side[:, start : start + SUMMED_DIMS] for side in (rows, columns))
+        x_sums, y_sums = segment_sums(x, row_order, row_counts), segment_sums(y, col_order, col_counts)
         row_sums += (x * y_sums[row_numbers]).sum(1)
         col_sums += (y * x_sums[col_numbers]).sum(1)
     return col_counts[row_numbers], row_sums, col_sums.where(known, 0)
-
-
-def _segment_sums(features: Tensor, order: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum of the features [n, d] of each group, [groups, d], float32 or wider."""
-    ordered = features[order].to(torch.promote_types(features.dtype, torch.float32))
-    return torch.segment_reduce(ordered, "sum", lengths=counts, unsafe=True)
 
 
 def _by_number(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:

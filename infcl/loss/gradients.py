@@ -13,8 +13,6 @@ from torch import Tensor
 from infcl.kernels.torch_tile import Gradients
 from infcl.loss.inputs import Setup
 
-_CHUNK = 16384  # rows per [rows, D] float32 temporary
-
 
 def ring_gradients(
     add_tile: Callable[[int, Tensor, list[Tensor], Gradients], object],
@@ -63,11 +61,8 @@ def ring_gradients(
 
 
 def match_cosines(rows: Tensor, columns: Tensor, setup: Setup) -> Tensor:
-    """Return <row, its match>, [r], in float32 or wider, without a [r, D] temporary."""
-    wide, matches = torch.promote_types(rows.dtype, torch.float32), setup.matches
-    partners = columns[: len(rows)] if matches is None else columns[matches]
-    chunks = zip(rows.split(_CHUNK), partners.split(_CHUNK))
-    return torch.cat([torch.mul(a.to(wide), b).sum(1) for a, b in chunks])
+    """Return <row, its match>, [r], in float32 or wider."""
+    return setup.tile.row_dots(rows, columns[: len(rows)] if setup.matches is None else columns[setup.matches])
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:

@@ -131,7 +131,7 @@ def ring_forward(
         if setup.both:
             ring.carry("col_lse", hop, column_part, merge_lse)
         if groups is not None and groups.positive:
-            counts, sums, column_sums = sum_positives(groups, rows, block)
+            counts, sums, column_sums = sum_positives(groups, rows, block, setup.tile)
             totals = (counts, sums) if totals is None else (totals[0] + counts, totals[1] + sums)
             if setup.both:
                 ring.carry("col_positives", hop, column_sums, Tensor.add_)
