@@ -14,7 +14,7 @@ from torch import nn
 
 from infcl.loss.contrastive import InfCLLoss, SigLipLoss
 from infcl.models.open_clip_config import import_open_clip
-from infcl.parallel.errors import report_mistake
+from infcl.parallel.process import report_mistake
 
 
 def use_ring_loss() -> None:

@@ -2,7 +2,6 @@
 
 from infcl.parallel.collectives import from_first_rank, join_parts, max_over, mean_over
 from infcl.parallel.environment import read_environment, read_ranks_per_node
-from infcl.parallel.errors import describe_failure, report_mistake
 from infcl.parallel.groups import (
     Parallel,
     describe_ranks,
@@ -12,6 +11,7 @@ from infcl.parallel.groups import (
     ranks_of_host,
     why_no_gpu,
 )
+from infcl.parallel.process import describe_failure, report_mistake
 from infcl.parallel.seeds import micro_batch_seed, seed_everything
 
 __all__ = [

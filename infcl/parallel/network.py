@@ -33,11 +33,11 @@ def interface_addresses(interface: str) -> list[str]:
     Raises:
         ValueError: no such interface has an address; the message lists those that have one.
     """
-    found: dict[str, list[str]] = {}
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for name, entries in psutil.net_if_addrs().items():
-            addresses = [entry.address for entry in entries if entry.family == family]
-            found.setdefault(name, []).extend(a for a in addresses if not a.startswith("fe80:"))
+    families = socket.AF_INET, socket.AF_INET6
+    found = {
+        name: [e.address for kind in families for e in entries if e.family == kind and e.address[:5] != "fe80:"]
+        for name, entries in psutil.net_if_addrs().items()
+    }
     if not found.get(interface):
         raise ValueError(
             f"--interface {interface}: no such interface with an IP address on {socket.gethostname()} "

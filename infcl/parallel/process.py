@@ -1,9 +1,10 @@
-"""Exit of a rank's process: run atexit's functions, then exit without shutting the interpreter down.
+"""How a rank's process ends: it reports an error in one line, on one rank, runs atexit's functions and exits.
 
-C++ threads of the process group and of its store outlive `main`. A thread that needs the interpreter during its
-shutdown can only be unwound, and C++ then aborts ("terminate called without an active exception"). The rank has done
-all its work but exits with code 134, so its launcher reports a failed run. This happened in two of a hundred exits
-that did not destroy the process group, and on busy nodes a few times after it was destroyed.
+`end_process` does not shut the interpreter down. C++ threads of the process group and of its store outlive `main`. A
+thread that needs the interpreter during its shutdown can only be unwound, and C++ then aborts ("terminate called
+without an active exception"). The rank has done all its work but exits with code 134, so its launcher reports a failed
+run. This happened in two of a hundred exits that did not destroy the process group, and on busy nodes a few times after
+it was destroyed.
 
 A profiler that writes when the interpreter exits (python -m cProfile) writes nothing. An external one (py-spy) works.
 """
@@ -13,8 +14,58 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import NoReturn
+
+import torch.distributed as dist
+
+from infcl.parallel.environment import read_environment
+from infcl.parallel.groups import Parallel, rank_and_host
+
+_REPORTED, _HEARD = "usage error is reported", "usage error was heard"  # keys in the group's store
+
+
+def report_mistake(program: str, error: Exception) -> int:
+    """Print one line about a usage error, on one rank. Return exit code 2 on all ranks.
+
+    After the rendezvous, rank 0 notifies the other ranks that it reports the error. Before the rendezvous, the others
+    wait, since launchers stop them within seconds after the first rank has exited. A rank that is still running then
+    reports the error itself, since only its node has it. The first rank of each node reports before the node's others.
+
+    Args:
+        program: name of the command, for the message.
+        error: the usage error.
+    """
+    rank, world_size, local_rank = read_environment()
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if rank == 0:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        if store is not None:
+            store.set(_REPORTED, "")
+            _wait(5, lambda: store.add(_HEARD, 0) >= world_size - 1)  # the store may end with this process
+    elif not _wait(5 if local_rank == 0 else 10, lambda: store is not None and store.check([_REPORTED])):
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    elif store is not None:
+        store.add(_HEARD, 1)
+    return 2
+
+
+def describe_failure(parallel: Parallel, error: Exception) -> str:
+    """Return one line about a failed rank in a run over several nodes: its node, the error, and all nodes' ranks."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{rank_and_host(parallel)}: {first_line}; the nodes: {', '.join(map(str, parallel.nodes))}"
+
+
+def _wait(seconds: float, until: Callable[[], bool]) -> bool:
+    """Wait until `until()` is true; return whether it became true in time. Errors of a closed store are ignored."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(dist.DistError):
+            if until():
+                return True
+        time.sleep(0.1)
+    return False
 
 
 def end_process(code: int) -> NoReturn:

@@ -1,14 +1,21 @@
-"""How a rank's process ends. Each case is a process of its own."""
+"""How a rank's process ends, and which rank reports a usage error: rank 0 if all have it, else the one that has it."""
 
+import contextlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from infcl.parallel import process
 from tests.lib.checkout import ROOT
+from tests.lib.ranks import run_ranks
 
 RETURNS_FROM_CPP_ALL_THE_TIME = """
 import threading, time
@@ -59,20 +66,11 @@ def test_threads_that_return_from_cpp_leave_the_exit_code_alone():
     assert result.returncode == 2, result.stderr
 
 
-@pytest.mark.parametrize(("code", "last"), [(0, ""), (143, ""), (7, "os.close(2)")])
+@pytest.mark.parametrize(("code", "last"), [(143, ""), (7, "os.close(2)")])
 def test_atexit_and_streams_are_served_and_nothing_is_waited_for_or_taken_down(code, last):
     result = run(ENDS.format(code=code, last=last))
     assert result.stdout.splitlines() == ["last registered", "first registered"]
     assert (result.returncode, result.stderr) == (code, "")
-
-
-def test_a_reader_that_is_gone_does_not_change_the_exit_code():
-    result = run(
-        "import os\nfrom infcl.parallel.process import end_process\n"
-        "r, w = os.pipe()\nos.dup2(w, 1)\nos.close(w)\nos.close(r)\n"
-        "print('to nobody')\nend_process(3)"
-    )
-    assert (result.returncode, result.stderr) == (3, "")
 
 
 @pytest.mark.skipif(
@@ -92,3 +90,28 @@ with spare_threads(60):
     done = subprocess.run([*user, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "20 are enough\n" and done.returncode == 1, done.stderr
     assert re.search(r"ValueError: only 3\d more threads can be started, a rank may need 60", done.stderr)
+
+
+def reported(rank, world_size, makers):
+    """What this rank prints of a usage error on the ranks `makers`, rank 0 last."""
+    wait, said = process._wait, io.StringIO()
+    patience = 10 if 0 in makers else 0.1
+    with (
+        mock.patch.object(process, "_wait", lambda seconds, until: wait(seconds * patience, until)),
+        contextlib.redirect_stderr(said),
+    ):
+        if rank in makers:
+            time.sleep(0.3 if rank == 0 else 0)
+            assert process.report_mistake("program", ValueError("wrong")) == 2
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    for key in (process._REPORTED, process._HEARD) if rank == 0 else ():
+        store.delete_key(key)
+    dist.barrier()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("makers", [(0, 1, 2), (1,)])
+def test_a_usage_error_of_all_ranks_is_reported_by_rank_0_and_that_of_one_rank_by_itself(makers):
+    said = run_ranks(reported, 3, makers)
+    assert [bool(text) for text in said] == [rank == makers[0] for rank in range(3)], said
