@@ -1,7 +1,6 @@
 """Training over the hosts of hosts.py with the README's commands, and checks of its results."""
 
 import contextlib
-import json
 import shutil
 import subprocess
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.checkout import ROOT
-from tests.lib.entry import alone, command, losses
+from tests.lib.entry import command
 from tests.lib.hosts import PATH, Hosts
 from tests.lib.waiting import finish, wait_until
 
@@ -38,23 +37,6 @@ def start(hosts: Hosts, arguments: list, *, on: int = 0, **environment: str) -> 
 def train(hosts: Hosts, arguments: list, **environment: str) -> tuple[int, str]:
     """Run the README's command on the first host; return its exit code and output."""
     return finish(start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments], on=0, **environment))
-
-
-def losses_of_hosts_and_of_one_rank(
-    demo_folder, folder: Path, *, hosts: int, slots: int, pairs: int, steps: int
-) -> tuple[list[float], list[float]]:
-    """Return the losses of `steps` steps of `pairs` pairs: on all ranks with a two-level ring, and on one rank."""
-    more, ranks = ("--steps", str(steps), "--accum-freq", "1"), hosts * slots
-    many = ("--global-batch-size", str(pairs), "--batch-size", str(pairs // ranks))
-    with Hosts(hosts, slots=slots) as made:
-        code, output = train(made, flags(demo_folder, folder, *more, *many, "--host-timeout", "600"))
-    assert code == 0 and f"{ranks} x cpu" in output, output
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    assert (summary["world_size"], summary["samples_seen"]) == (ranks, steps * pairs)
-    one = folder / "one"
-    result = alone(flags(demo_folder, one, *more, "--batch-size", str(pairs)))
-    assert result.returncode == 0, result.stderr
-    return losses(folder), losses(one)
 
 
 def ranks_on(host) -> list:

@@ -9,7 +9,6 @@ same paths on all nodes. Needs root, iproute2, util-linux and openssh-server; `m
     host.processes("text")       its processes by command     host.shape("tbf rate ...") apply tc to what it sends
     host.crash()                 kill all its processes at once
     hosts.restart(1)             start the second host again, with only sshd
-    host.delay(30, 5)            delay its cable by 30 +- 5 ms in both directions
 
 While hosts exist, SIGTERM raises KeyboardInterrupt, so that they are removed. It is deferred during the removal.
 """
@@ -21,7 +20,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -70,7 +68,6 @@ class Host:
         self.address = f"{NET_6}:77::{number}" if hosts.ipv6 else f"{NET}.{number}"
         self.namespace, self.port = f"{hosts.prefix}h{number}", f"p{number}"
         self.process: subprocess.Popen | None = None  # None before `start`
-        self.cable: subprocess.Popen | None = None  # process of a slow cable
 
     def start(self) -> None:
         folder = self.hosts.folder
@@ -123,17 +120,6 @@ class Host:
     def link(self, state: str) -> None:
         _run("ip", "-n", self.hosts.bridge, "link", "set", self.port, state)
 
-    def delay(self, milliseconds: float, jitter: float = 0.0) -> None:
-        """Replace the cable to the bridge and eth0, once. Uses slow_cable.py: not every kernel has tc's netem."""
-        known = self.run(["cat", "/sys/class/net/eth0/address"]).stdout.strip()  # its neighbours know the address
-        _run("ip", "-n", self.namespace, "link", "del", "eth0")
-        ends = (self.namespace, "eth0", self.hosts.bridge, self.port)
-        program = [sys.executable, Path(__file__).with_name("slow_cable.py"), *ends, milliseconds, jitter]
-        self.cable = subprocess.Popen([str(word) for word in program], stdout=subprocess.PIPE, text=True)
-        assert self.cable.stdout is not None and self.cable.stdout.readline() == "ready\n", "no slow cable"
-        _run("ip", "-n", self.namespace, "link", "set", "eth0", "address", known)
-        self.hosts._plug_in(self, "eth0", self.port)
-
     def shape(self, discipline: str, *, device: str = "eth0") -> None:
         """Apply a queueing discipline of tc; raise RuntimeError if the kernel does not have it."""
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", device, "root", *discipline.split())
@@ -148,14 +134,15 @@ class Hosts:
     """`count` hosts with `slots` each.
 
     Args:
-        folder: for files (keys, hostfile); default: a temporary folder.
+        count: number of hosts.
+        folder: for files (keys, hostfile).
+        slots: ranks of each host.
         nics: more than one gives every host eth0, eth1, ..., each in its own network (10.203.77.0, 10.203.78.0, ...).
         ipv6: hosts have no IPv4 address except the loopback.
     """
 
-    def __init__(self, count: int, *, slots: int = 1, nics: int = 1, ipv6: bool = False, folder: Path | None = None):
-        self.temporary = folder is None
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="hosts-"))
+    def __init__(self, count: int, folder: Path, *, slots: int = 1, nics: int = 1, ipv6: bool = False):
+        self.folder = folder
         self.prefix = f"infcl{os.getpid()}s{next(_sets)}"
         self.bridge = f"{self.prefix}br"
         self.slots, self.nics, self.ipv6 = slots, nics, ipv6
@@ -209,15 +196,12 @@ class Hosts:
     def _connect(self, host: Host, number: int) -> None:
         """Connect the host's eth`number` to the bridge."""
         device, port = f"eth{number}", host.port if number == 0 else f"{host.port}n{number}"
-        _run(*f"ip link add {device} netns {host.namespace} type veth peer name {port} netns {self.bridge}".split())
-        self._plug_in(host, device, port, number)
-
-    def _plug_in(self, host: Host, device: str, port: str, number: int = 0) -> None:
         last = host.address.rsplit(":" if self.ipv6 else ".", 1)[1]
         if self.ipv6:
             address = f"{NET_6}:{77 + number}::{last}/64 nodad"
         else:
             address = f"{NET.rsplit('.', 1)[0]}.{77 + number}.{last}/24"
+        _run(*f"ip link add {device} netns {host.namespace} type veth peer name {port} netns {self.bridge}".split())
         _run(*f"ip -n {self.bridge} link set {port} master br0 up".split())
         _run(*f"ip -n {host.namespace} addr add {address} dev {device}".split())
         _run(*f"ip -n {host.namespace} link set {device} up".split())
@@ -248,14 +232,9 @@ class Hosts:
         for host in self.all:
             if host.is_up:
                 host.crash()
-            if host.cable is not None:
-                host.cable.kill()
-                host.cable.communicate()
             shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
         for name in (*(host.namespace for host in self.all), self.bridge):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        if self.temporary:  # it holds keys
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _interrupt(*_) -> None:

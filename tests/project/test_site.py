@@ -28,37 +28,21 @@ def test_the_flags_page_lists_every_flag(site):
     page = (site / "reference" / "flags.html").read_text()
     flags = [option_of(entry.name) for entry in dataclasses.fields(TrainConfig)]
     assert [flag for flag in flags if flag not in page] == []
-
-
-def test_pages_load_nothing_from_elsewhere(site):
-    for page in ("index.html", "reference/flags.html"):
-        text = (site / page).read_text()
-        assert 'src="http' not in text and 'rel="stylesheet" href="http' not in text
+    assert 'src="http' not in page and 'rel="stylesheet" href="http' not in page  # nothing from elsewhere
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "found"),
     [
-        ("page.md", "A fix.\n\nThe step goes on.\n"),
-        ("module.py", '"""Docstring."""\nx = 1  # a mend of DeepSpeed\n'),
-        ("module.py", 'raise ValueError(f"{1} lies beside it")\n'),
-        ("script.sh", "# amid the run\n"),
+        ("page.md", "A fix.\n\nThe step goes on.\n", True),
+        ("module.py", 'raise ValueError(f"{1} lies beside it")\n', True),
+        ("script.sh", "# amid the run\n", True),
+        ("page.md", "The `mend` flag.\n\n    mend\n\n```\nmend\n```\n", False),
+        ("module.py", "mend = amid.lies  # fine\n", False),
     ],
 )
-def test_the_language_check_finds_a_planted_word(name, text):
-    assert findings(text, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("page.md", "The `mend` flag.\n\n    mend\n\n```\nmend\n```\n"),
-        ("module.py", "mend = amid.lies  # fine\n"),
-        ("script.sh", "mend --anew\n"),
-    ],
-)
-def test_the_language_check_leaves_code_alone(name, text):
-    assert not findings(text, name)
+def test_the_language_check_finds_words_in_prose_and_leaves_code_alone(name, text, found):
+    assert bool(findings(text, name)) == found
 
 
 def test_clean_files_keep_the_words():

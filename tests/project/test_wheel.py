@@ -1,4 +1,6 @@
-"""The wheel holds the packages, their data and the commands; what `make` installs runs from any folder."""
+"""The wheel holds the packages, their data and the commands; what `make` installs runs from any folder; the citation is
+current.
+"""
 
 import subprocess
 import sys
@@ -53,3 +55,11 @@ def test_commands_and_modules_of_the_installed_package_run_from_any_folder(tmp_p
     for command in [*commands, [sys.executable, "-m", "infcl.data.demo"]]:
         result = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0 and "usage" in result.stdout, (command, result.stderr)
+
+
+def test_the_citation_names_this_version_and_the_paper():
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == infcl.__version__
+    assert f"## [{citation['version']}] - {citation['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert citation["cff-version"] == "1.2.0" and citation["references"][0]["url"].endswith("2410.17243")
