@@ -62,7 +62,7 @@ def test_problems_are_reported_with_the_host(changes, line):
     assert any(line in found_line for found_line in found(**changes)), found(**changes)
 
 
-@pytest.mark.parametrize("hosts", [[8, 8], [4, 4, 4], [1, 2, 3, 2], [1] * 9])
+@pytest.mark.parametrize("hosts", [[8, 8], [1, 2, 3, 2], [1] * 9])
 def test_every_two_hosts_are_paired_once_and_no_host_twice_in_a_round(hosts):
     everyone = [(f"h{host}", local) for host, size in enumerate(hosts) for local in range(size)]
     rounds = [[(everyone[a], everyone[b]) for a, b in pairs] for pairs in _rounds(nodes_of(everyone))]
@@ -96,13 +96,10 @@ def figures(hosts: str = "abcd", ranks: int = 2, slow: float = 2.0, at: tuple[st
     }
 
 
-def test_equal_rates_report_nothing():
-    assert slow_ones(figures()) == []
-
-
 @pytest.mark.parametrize(
     ("hosts", "ranks", "at", "named"),
     [
+        ("abcd", 2, (), []),
         ("abcd", 2, ("a:1 - b:1",), ["a:1 - b:1"]),
         ("abcd", 2, ("c:1",), ["all of c:1"]),  # a network card of one GPU
         ("abcd", 2, ("c:0", "c:1"), ["all of c"]),
@@ -163,20 +160,9 @@ def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_reporte
     ]  # fmt: skip
 
 
-def test_one_rank_has_no_links():
-    result = run_ranks(measured_on_two_hosts, 1)[0]
-    assert result["within_hosts"] == result["between_hosts"] == {} and slow_ones(result) == []
-    assert [line.split(":")[0] for line in extremes(result)] == ["least tflops"]
-
-
 def test_a_slow_gpu_is_reported():
     result = figures("ab") | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0, "b:1": 700.0}}
     assert slow_ones(result) == ["slow GPU or CPU: a:1, 500 TFLOP/s (usual 700)"]
-
-
-def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
-    assert shared_folder(tmp_path, "a")["error"] is None
-    assert "No such file" in shared_folder(tmp_path / "none", "a")["error"]
 
 
 def test_hosts_with_the_same_hostname_do_not_mistake_their_own_marks_for_each_others(tmp_path):
@@ -228,7 +214,10 @@ def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
     ("ssh", "error"),
     [
         ("echo last login: today", "its report is no JSON but ends in 'last login: today'"),
-        ("true", "its report is no JSON but ends in ''"),
+        (
+            'case "${@: -1}" in date*) ;; *) echo "{}";; esac',
+            "its clock cannot be read: date +%s.%N ends in ''",
+        ),
         ("echo no route >&2; exit 255", "ssh failed: no route"),
         (None, "ssh cannot be run here: No such file or directory"),
     ],
@@ -253,10 +242,3 @@ def test_a_clock_is_read_over_a_separate_connection(tmp_path, monkeypatch, minut
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     skew = fetch("a", tmp_path)["skew_s"]
     assert 30 < skew <= 60 if minutes else skew == 0.0
-
-
-def test_a_clock_that_cannot_be_read_is_a_problem_of_that_host(tmp_path, monkeypatch):
-    (tmp_path / "ssh").write_text('#!/bin/bash\ncase "${@: -1}" in date*) ;; *) echo "{}";; esac\n')
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "its clock cannot be read" in fetch("a", tmp_path)["error"]
