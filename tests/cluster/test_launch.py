@@ -90,15 +90,6 @@ def test_slurm_gives_up_where_failures_cannot_be_counted(tmp_path):
     nested = slurm(tmp_path, "exit 1\n", "--logs", "logs", "--name", "a/b")
     assert "restart 1 of 10" in nested.stdout and (tmp_path / "logs" / "a" / "b.failures").read_text() == "7 1\n"
 
-
-def test_slurm_gives_up_where_failures_cannot_be_counted(tmp_path):
-    """A full disk, say: it would be the first failure each time."""
-    (tmp_path / "logs" / "first.failures").mkdir(parents=True)
-    result = slurm(tmp_path, "exit 1\n", *FLAGS)
-    assert result.returncode == 1 and "requeue" not in result.stdout, result.stdout
-
-
-def test_slurm_is_finished_when_the_summary_is_there(tmp_path):
     (tmp_path / "logs" / "first").mkdir(parents=True)
     result = slurm(tmp_path, 'touch logs/first/summary.json; echo "$MASTER_ADDR $*"; exit 138\n', *FLAGS, "--wd", "a b")
     assert result.returncode == 0 and "requeue" not in result.stdout

@@ -28,7 +28,7 @@ def chosen(monkeypatch, local_rank: int, visible: int, **environment: str) -> tu
         return device, {name: os.environ[name] for name in names if name in os.environ}
 
 
-@pytest.mark.parametrize(("local_rank", "visible", "index"), [(0, 8, 0), (3, 8, 3), (0, 1, 0), (3, 1, 0)])
+@pytest.mark.parametrize(("local_rank", "visible", "index"), [(3, 8, 3), (3, 1, 0)])
 def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(monkeypatch, local_rank, visible, index):
     """srun --gpus-per-task=1 shows each rank its own GPU alone, as number 0."""
     device, said = chosen(monkeypatch, local_rank, visible, LOCAL_RANK=str(local_rank))
@@ -75,10 +75,8 @@ def test_deepspeed_trains_on_the_only_gpu_that_a_rank_of_any_number_sees():
 @pytest.mark.parametrize(
     ("ranks", "cores", "threads", "bound", "quota", "left"),
     [
-        (1, 96, 96, False, math.inf, 96),
         (5, 96, 96, False, math.inf, 19),
         (100, 96, 96, False, math.inf, 1),
-        (2, 96, 1, False, math.inf, 1),
         (8, 12, 12, True, math.inf, 12),  # each has its own twelve
         (8, 16, 16, False, math.inf, 2),  # a container of sixteen, in which all are
         (8, 96, 96, False, 20.5, 2),

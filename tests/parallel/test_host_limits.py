@@ -55,11 +55,8 @@ def test_without_a_limit_all_memory_is_the_process_s(host):
     (host / "proc" / "mountinfo").unlink()
     assert without_limit()
     confine(host, f"30 22 0:2 / {host}/cg rw - cgroup2 cgroup2 rw", "0::/user.slice")
-    (host / "cg" / "user.slice").mkdir(parents=True)
-    assert without_limit()  # the root has no files of its own
-    group_v2(host / "cg" / "user.slice", "max", 5 * MIB)
+    group_v2(host / "cg" / "user.slice", "max", 5 * MIB)  # the root has no files of its own
     assert without_limit()
-    (host / "v1").mkdir()
     confine(host, f"30 22 0:2 / {host}/v1 rw - cgroup cgroup rw,memory", "4:memory:/")
     group_v1(host / "v1", UNLIMITED_V1, 5 * MIB)
     assert without_limit()
@@ -77,8 +74,6 @@ def test_a_container_s_own_root_and_page_cache_that_is_given_back(host):
     ("limits", "total", "free"),
     [
         (("max", "24", "32"), 24, 24 - 10),  # the tightest is in the middle
-        (("max", "32", "24"), 24, 24 - 5),
-        (("40", "max", "max"), 40, 40 - 20),
         (("22", "max", "16"), 16, 22 - 20),  # the smallest has more to spare than the one around it
     ],
 )
@@ -97,9 +92,7 @@ def test_version_1_counts_what_groups_inside_hold(host):
     mounts = (
         f"33 31 0:29 / {host}/cpu rw - cgroup cgroup rw,cpu\n35 31 0:32 / {host}/memory rw - cgroup cgroup rw,memory"
     )
-    mounts += (
-        f"\n36 31 0:33 / {host}/unified rw - cgroup2 cgroup2 rw"  # without the controller, as systemd's hybrid has it
-    )
+    mounts += f"\n36 31 0:33 / {host}/unified rw - cgroup2 cgroup2 rw"  # without the controller, as in systemd's hybrid
     confine(host, mounts, "8:cpu,cpuacct:/elsewhere\n4:memory:/slurm/job_1\n0::/slurm/job_1")
     group_v1(host / "memory", UNLIMITED_V1, 100 * MIB)
     group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, cache=20 * MIB)
@@ -126,23 +119,23 @@ def test_a_container_that_sees_its_group_as_the_mount_s_root_under_another_name(
 def test_cores_are_those_of_the_tightest_quota(host):
     assert core_quota() == math.inf
     confine(host, f"30 22 0:2 / {host}/cg rw - cgroup2 cgroup2 rw", "0::/pod/container")
-    (host / "cg" / "pod" / "container").mkdir(parents=True)
-    assert core_quota() == math.inf
-    for folder, said in (("pod", "1600000 100000"), ("pod/container", "max 100000")):
+    for folder, said in (("pod", "1600000 100000"), ("pod/container", "150000 100000")):
+        (host / "cg" / folder).mkdir(parents=True, exist_ok=True)
         (host / "cg" / folder / "cpu.max").write_text(f"{said}\n")
-    assert core_quota() == 16
-    (host / "cg" / "pod" / "container" / "cpu.max").write_text("150000 100000\n")
     assert core_quota() == 1.5
+    (host / "cg" / "pod" / "container" / "cpu.max").write_text("max 100000\n")
+    assert core_quota() == 16
     (host / "cg" / "pod" / "container" / "cpu.max").unlink()
     (host / "cg" / "pod" / "container" / "cpu.max").mkdir()  # cannot be read
     assert core_quota() == 16
 
 
 def test_of_cores_version_1_has_files_of_its_own(host):
-    mounts = [f"33 31 0:{name} / {host}/{name} rw - cgroup cgroup rw,{name},{name}acct" for name in ("memory", "cpu")]
-    confine(host, "\n".join(mounts), "8:cpu,cpuacct:/job\n4:memory:/elsewhere")
-    (host / "cpu" / "job").mkdir(parents=True)
+    confine(
+        host, f"33 31 0:1 / {host}/cpu rw - cgroup cgroup rw,cpu,cpuacct", "8:cpu,cpuacct:/job\n4:memory:/elsewhere"
+    )
     for folder, quota in (("cpu", -1), ("cpu/job", 250000)):
+        (host / folder).mkdir(parents=True)
         (host / folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
         (host / folder / "cpu.cfs_period_us").write_text("100000\n")
     assert core_quota() == 2.5
