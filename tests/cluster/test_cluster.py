@@ -57,15 +57,12 @@ def test_the_pods_of_the_kubernetes_jobset_train(demo_folder, tmp_path, two_host
 
 
 def test_two_hosts_without_ipv4_train(demo_folder, tmp_path):
-    """By the plain deepspeed command, by the script on an interface, and by torchrun."""
+    """By the plain deepspeed command, and by torchrun on an interface."""
     more = ("--batch-size", "8", "--host-timeout", "120")
     with Hosts(2, ipv6=True, folder=tmp_path / "hosts") as hosts:
         by_torchrun = ["bash", "launch/torchrun.sh", *flags(demo_folder, tmp_path / "torchrun", *more)[1:]]
         settings = {"NODES": "2", "RANKS": "1", "INTERFACE": "eth0", "MASTER_ADDR": hosts[0].address}
-        results = {
-            "plain": train(hosts, flags(demo_folder, tmp_path / "plain", *more)),
-            "script": finish(launch_script(hosts, flags(demo_folder, tmp_path / "script", *more))),
-        }
+        results = {"plain": train(hosts, flags(demo_folder, tmp_path / "plain", *more))}
         processes = [start(hosts, by_torchrun, on=rank, NODE_RANK=str(rank), **settings) for rank in (0, 1)]
         results["torchrun"] = [finish(process) for process in processes][0]
     for name, (code, output) in results.items():
