@@ -73,14 +73,12 @@ def fetch(host: str, shared: Path) -> dict:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"error": f"{'ssh failed' if done.returncode == 255 else 'its report failed'}: {last}"}
-    try:  # the last lines, since the login shell may print something at its beginning
-        own = json.loads(done.stdout.strip().rpartition("\n")[2])
-    except ValueError:
-        return {"error": f"its report is no JSON but ends in {done.stdout.strip()[-80:]!r}"}
+    # the last lines, since the login shell may print something at its beginning
+    last_lines = [printed.stdout.strip().rpartition("\n")[2] for printed in (done, clock)]
     try:
-        there = float(clock.stdout.strip().rpartition("\n")[2])
+        own, there = json.loads(last_lines[0]), float(last_lines[1])
     except ValueError:
-        return {"error": f"its clock cannot be read: date +%s.%N ends in {clock.stdout.strip()[-80:]!r}"}
+        return {"error": "cannot read its report or clock, {!r} and {!r}".format(*(line[-80:] for line in last_lines))}
     return own | {"skew_s": max(sent - there, there - received, 0.0)}
 
 

@@ -39,7 +39,6 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
     hosts: dict[str, int] = {}
-    first_lines: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         words = line.split("#", 1)[0].split()
         if not words:
@@ -48,8 +47,8 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
             raise ValueError(f"{path}, line {number}: {line.strip()!r}: {problem}")
         host, slots = words[0], int(words[1].removeprefix("slots="))
         if host in hosts:
-            raise ValueError(f"{path}, line {number}: {host} occurs already in line {first_lines[host]}")
-        hosts[host], first_lines[host] = slots, number
+            raise ValueError(f"{path}, line {number}: {host} occurs twice")
+        hosts[host] = slots
     if not hosts:
         raise ValueError(f"{path} has no host; write one line per node, like 'worker-1 slots=8'")
     return hosts

@@ -173,19 +173,14 @@ def _matmul_tflops(parallel: Parallel, side: int) -> float:
 
 def _seconds(parallel: Parallel, action: Callable[[], object], *, times: int = 3, warm_up: int = 1) -> float:
     """Return the median seconds of `action` on the device."""
-    seconds = []
+    seconds, synchronize = [], torch.get_device_module(parallel.device).synchronize
     for _ in range(warm_up + times):
-        _synchronize(parallel)
+        synchronize()
         started = time.perf_counter()
         action()
-        _synchronize(parallel)
+        synchronize()
         seconds.append(time.perf_counter() - started)
     return median(seconds[warm_up:])
-
-
-def _synchronize(parallel: Parallel) -> None:
-    if parallel.device.type == "cuda":
-        torch.cuda.synchronize(parallel.device)
 
 
 def main(argv: list[str] | None = None) -> int:

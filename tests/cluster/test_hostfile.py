@@ -23,7 +23,7 @@ def test_hosts_come_in_the_files_order_with_comments_left_out(tmp_path):
         ("a slots=8\n\nb slots=x\n", "line 3: 'b slots=x': after the host"),
         ("a slots=0\n", "line 1: 'a slots=0': slots must be at least 1"),
         ("a slots=8 port=22\n", "line 1: .*nothing else"),
-        ("a slots=8\nb slots=4\na slots=8\n", "line 3: a occurs already in line 1"),
+        ("a slots=8\nb slots=4\na slots=8\n", "line 3: a occurs twice"),
         ("-oProxyCommand=x slots=1\n", "line 1: .*a host is a name or address"),
         ("a;reboot slots=1\n", "line 1: .*a host is a name or address"),
         ("# nothing\n", "has no host"),
