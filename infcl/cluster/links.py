@@ -9,9 +9,9 @@ Measured:
   with the same local rank exchange messages, all at once, as in a two-level ring;
 - an all-reduce over all ranks.
 
-The minimum and the median are printed. A rank or host whose best rate is below 0.8 of the usual one is reported. The
-only link of two hosts with one rank each is itself the usual one and is never reported. GPUs that share a network card
-share its rate. A rank whose local rank exists on no other host is measured between hosts only by the all-reduce.
+The minimum and the median are printed. A rank, link or host below 0.8 of the usual rate is reported. The only link of
+two hosts with one rank each is itself the usual one and is never reported. GPUs that share a network card share its
+rate. A rank whose local rank exists on no other host is measured between hosts only by the all-reduce.
 """
 
 import argparse
@@ -81,27 +81,37 @@ def extremes(result: dict) -> list[str]:
 
 
 def slow_ones(result: dict) -> list[str]:
-    """Return a line for each rank (each host, if all its ranks are slow) whose best rate is below 0.8 of the usual one.
+    """Return a line for each GPU, link or host below 0.8 of the usual rate; a host's rate is the median of its links.
 
     The usual rate is the median of the ranks' best rates. A slow host slows all its links, but no other rank's best
-    one. A single slow link of ranks with better ones is only visible as the minimum (`extremes`).
+    one. If even the best of a rank's links to other hosts is slow, the rank is reported instead of its links.
     """
-    hosts: dict[str, list[str]] = defaultdict(list)
-    for rank in result["tflops"]:
-        hosts[rank.rpartition(":")[0]].append(rank)
     lines = []
     for kind, (what, unit) in _KINDS.items():
-        best: dict[str, float] = {}
-        for name, rate in result[kind].items():
+        rates = result[kind]
+        of_rank: dict[str, dict[str, float]] = defaultdict(dict)
+        for name, rate in rates.items():
             for rank in name.split(" - "):
-                best[rank] = max(rate, best.get(rank, 0.0))
-        usual = median(best.values()) if best else 0.0
-        for host, ranks in hosts.items():
-            slow = {rank: best[rank] for rank in ranks if rank in best and best[rank] < SLOW * usual}
-            if len(slow) == len(ranks):
-                slow = {f"all of {host}": max(slow.values())}
-            lines += [f"slow {what}: {name}, {rate:.3g} {unit} (usual {usual:.3g})" for name, rate in slow.items()]
+                of_rank[rank][name] = rate
+        usual = median([max(own.values()) for own in of_rank.values()] or [0.0])
+        blamed = {}
+        if kind == "between_hosts":
+            several = {rank: own.values() for rank, own in of_rank.items() if len(own) > 1}
+            blamed = {rank: median(own) for rank, own in several.items() if max(own) < SLOW * usual}
+        links = {n: rate for n, rate in rates.items() if rate < SLOW * usual and not blamed.keys() & n.split(" - ")}
+        slow = _by_host(blamed, list(result["tflops"])) | links
+        lines += [f"slow {what}: {name}, {value:.3g} {unit} (usual {usual:.3g})" for name, value in slow.items()]
     return lines
+
+
+def _by_host(ranks: dict[str, float], everyone: list[str]) -> dict[str, float]:
+    """Return {"all of NAME": rate}, where a host replaces its ranks if `ranks` has all of those in `everyone`."""
+    rates = dict(ranks)
+    for host in {rank.rpartition(":")[0] for rank in ranks}:
+        its = [rank for rank in everyone if rank.rpartition(":")[0] == host]
+        if set(its) <= ranks.keys():
+            rates[host] = median(rates.pop(rank) for rank in its)
+    return {f"all of {name}": rates[name] for name in sorted(rates)}
 
 
 def _rounds(nodes: list[Node]) -> list[list[tuple[int, int]]]:

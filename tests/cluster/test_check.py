@@ -100,18 +100,18 @@ def figures(hosts: str = "abcd", ranks: int = 2, slow: float = 2.0, at: tuple[st
     ("hosts", "ranks", "at", "named"),
     [
         ("abcd", 2, (), []),
-        ("abcd", 2, ("a:1 - b:1",), []),  # the minimum, but no rank has nothing better
-        ("abcd", 2, ("c:1",), ["c:1"]),  # a network card of one GPU
+        ("abcd", 2, ("a:1 - b:1",), ["a:1 - b:1"]),
+        ("abcd", 2, ("c:1",), ["all of c:1"]),  # a network card of one GPU
         ("abcd", 2, ("c:0", "c:1"), ["all of c"]),
         ("abc", 1, ("c:0",), ["all of c"]),  # though most links are slow
-        ("abcde", 2, ("c:0", "c:1", "a:0"), ["a:0", "all of c"]),
+        ("abcde", 2, ("c:0", "c:1", "a:0", "d:0 - e:0"), ["all of a:0", "all of c", "d:0 - e:0"]),
         ("bacd", 1, ("a:0",), ["all of a"]),
-        ("acd", 1, ("a:0",), ["a:0"]),  # the first host has another rank, without a link
-        ("ab", 8, ("a:5",), ["a:5", "b:5"]),  # with two hosts it is unknown whose card it is
+        ("acd", 1, ("a:0",), ["all of a:0"]),  # the first host has another rank, without a link
+        ("ab", 8, ("a:5",), ["a:5 - b:5"]),  # with two hosts it is unknown whose card it is
         ("ab", 8, tuple(f"a:{k}" for k in range(8)), []),  # all alike
     ],
 )
-def test_a_rank_or_host_with_slow_links_alone_is_reported(hosts, ranks, at, named):
+def test_a_slow_link_is_reported_and_a_slow_rank_or_host_instead_of_its_links(hosts, ranks, at, named):
     found = slow_ones(figures(hosts, ranks, at=at))
     assert found == [f"slow link: {name}, 2 GB/s (usual 10)" for name in named]
 
@@ -156,7 +156,7 @@ def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_reporte
     }
     found = slow_ones(results[0])
     assert [line.partition(",")[0] for line in found] == [
-        "slow GPU or CPU: host-0:1", "slow link: host-0:1", "slow link: host-1:1",
+        "slow GPU or CPU: host-0:1", "slow link: host-0:1 - host-1:1",
     ]  # fmt: skip
 
 
