@@ -6,8 +6,8 @@
     python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 [--global-batch-size N]
                                                                         print with how many nodes a run can continue
 
-`alive` drops the hosts that ssh does not reach. With a global batch size, it then keeps as many of the first hosts as
-have ranks that divide it, so that the run can continue with the same global batch.
+`alive` drops the hosts that ssh does not reach. With a global batch size, it then keeps the hosts with the most ranks
+that divide it, so that the run can continue with the same global batch.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,37 +87,51 @@ def answers(host: str) -> bool:
         return False
 
 
-def dividing_counts(hosts: dict[str, int], global_batch_size: int | None) -> list[int]:
-    """Return every n for which the ranks of the first n hosts divide the global batch (None: any ranks do)."""
-    ranks = accumulate(hosts.values())
-    return [count for count, size in enumerate(ranks, 1) if not global_batch_size or global_batch_size % size == 0]
-
-
 def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, global_batch_size: int | None) -> dict:
-    """Choose the nodes to continue with: as many as possible of the first ones that answer.
+    """Choose the nodes to continue with: the reachable ones with the most ranks that divide the global batch.
 
     Args:
         hosts: {host: slots}.
         alive: names of the hosts that answer.
         min_hosts: fewest hosts to continue with.
-        global_batch_size: samples per step, which the ranks have to divide; None accepts any number of ranks.
+        global_batch_size: None accepts any number of ranks.
 
     Returns:
-        {host: slots} in the file's order.
+        {host: slots} in the file's order. Hosts earlier in the file are preferred.
 
     Raises:
         ValueError: fewer than `min_hosts` can be used.
     """
-    there = {host: slots for host, slots in hosts.items() if host in alive}
-    count = max(dividing_counts(there, global_batch_size), default=0)
-    if count < min_hosts:
+    chosen = [host for host in hosts if host in alive]
+    if global_batch_size:
+        sets = _largest_sets({host: hosts[host] for host in chosen})
+        dividing = {ranks: those for ranks, those in sets.items() if ranks and global_batch_size % ranks == 0}
+        enough = {ranks: those for ranks, those in dividing.items() if len(those) >= min_hosts}
+        chosen = list(max((enough or dividing).items(), default=(0, ()))[1])
+    if len(chosen) < min_hosts:
         silent = ", ".join(host for host in hosts if host not in alive) or "none"
         batch = f"; the ranks have to divide a batch of {global_batch_size}" if global_batch_size else ""
         raise ValueError(
-            f"{count} of {len(hosts)} hosts can be used, at least {min_hosts} are needed "
+            f"{len(chosen)} of {len(hosts)} hosts can be used, at least {min_hosts} are needed "
             f"(without an answer: {silent}{batch})"
         )
-    return dict(islice(there.items(), count))
+    return {host: hosts[host] for host in chosen}
+
+
+def _largest_sets(hosts: dict[str, int]) -> dict[int, tuple[str, ...]]:
+    """Return {ranks: the largest set of hosts with that many ranks in total} for every total that is possible."""
+    sets: dict[int, tuple[str, ...]] = {0: ()}
+    for host, slots in hosts.items():
+        for ranks, those in list(sets.items()):
+            if len(those) + 1 > len(sets.get(ranks + slots, ())):
+                sets[ranks + slots] = (*those, host)
+    return sets
+
+
+def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
+    """Return the numbers of hosts whose ranks divide the global batch, of the largest sets for each number of ranks."""
+    sets = _largest_sets(hosts).items()
+    return sorted({len(those) for ranks, those in sets if ranks and global_batch_size % ranks == 0})
 
 
 def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int | None) -> str:

@@ -1,8 +1,13 @@
 """Hostfiles: errors are reported with their line; which hosts a run continues with."""
 
-import pytest
+import time
+from itertools import combinations
 
-from infcl.cluster.hostfile import check_counts, choose_alive, main, read_hostfile
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infcl.cluster.hostfile import check_counts, choose_alive, dividing_counts, main, read_hostfile
 
 
 def written(tmp_path, text):
@@ -46,24 +51,66 @@ def test_a_missing_hostfile_is_a_usage_error_and_a_valid_one_prints_nothing(tmp_
 HOSTS = {"a": 8, "b": 8, "c": 8, "d": 8}
 
 
-@pytest.mark.parametrize(
-    ("hosts", "alive", "batch", "chosen"),
-    [
-        (HOSTS, "acd", None, "acd"),
-        (HOSTS, "abd", 49152, "abd"),
-        (HOSTS, "acd", 4096, "ac"),  # 24 ranks do not divide it
-        ({"a": 3, "b": 5, "c": 1}, "abc", 24, "ab"),
-    ],
-)
-def test_a_run_continues_with_the_first_hosts_that_answer_and_divide_the_batch(hosts, alive, batch, chosen):
-    found = choose_alive(hosts, set(alive), min_hosts=1, global_batch_size=batch)
-    assert found == {host: hosts[host] for host in chosen}
+def test_a_run_continues_with_the_hosts_that_answer():
+    assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=3, global_batch_size=None) == {"a": 8, "c": 8, "d": 8}
+
+
+def test_hosts_are_left_out_until_the_ranks_divide_the_global_batch():
+    assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=2, global_batch_size=4096) == {"a": 8, "c": 8}
+
+
+def test_hosts_with_the_most_ranks_that_divide_the_batch_are_chosen():
+    """Leaving out only the last hosts of 6 + 8 + 8 ranks would find none; the counts agree with the choice."""
+    mixed = {"a": 6, "b": 8, "c": 8}
+    assert dividing_counts(mixed, 4096) == [1, 2]
+    assert choose_alive(mixed, set(mixed), min_hosts=2, global_batch_size=4096) == {"b": 8, "c": 8}
+    assert choose_alive(mixed, {"a", "c"}, min_hosts=1, global_batch_size=4096) == {"c": 8}
+
+
+def test_more_hosts_are_taken_where_as_many_are_needed():
+    mixed = {"a": 16, "b": 4, "c": 2, "d": 2}
+    assert choose_alive(mixed, set(mixed), min_hosts=1, global_batch_size=16) == {"a": 16}
+    assert choose_alive(mixed, set(mixed), min_hosts=2, global_batch_size=16) == {"b": 4, "c": 2, "d": 2}
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 200), st.integers(1, 6))
+def test_hosts_are_chosen_whenever_any_of_them_would_do(slots, batch, minimum):
+    hosts = {str(number): size for number, size in enumerate(slots)}
+    subsets = [set(those) for count in range(minimum, len(hosts) + 1) for those in combinations(hosts, count)]
+    ranks = [total for those in subsets if batch % (total := sum(hosts[host] for host in those)) == 0]
+    if not ranks:
+        with pytest.raises(ValueError, match="hosts can be used"):
+            choose_alive(hosts, set(hosts), min_hosts=minimum, global_batch_size=batch)
+        return
+    chosen = choose_alive(hosts, set(hosts), min_hosts=minimum, global_batch_size=batch)
+    assert sum(chosen.values()) == max(ranks) and len(chosen) >= minimum
+    assert min(dividing_counts(hosts, batch)) <= len(chosen)
+
+
+@pytest.mark.parametrize("hosts", [{f"{n}": 8 for n in range(512)}, {f"{n}": 7 + n % 3 for n in range(512)}])
+def test_five_hundred_hosts_take_no_time(hosts):
+    started = time.monotonic()
+    assert choose_alive(hosts, set(hosts), min_hosts=1, global_batch_size=2**20)
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(("alive", "minimum"), [({"a"}, 2), ({"a", "b", "c"}, 3), (set(), 1)])
 def test_too_few_hosts_are_rejected_with_their_names(alive, minimum):
     with pytest.raises(ValueError, match="at least . are needed .without an answer: .*d"):
         choose_alive(HOSTS, alive, min_hosts=minimum, global_batch_size=4096)
+
+
+def test_three_of_four_hosts_continue_if_their_ranks_divide_the_batch():
+    alive = {"a", "b", "d"}
+    assert choose_alive(HOSTS, alive, min_hosts=3, global_batch_size=49152) == {"a": 8, "b": 8, "d": 8}
+    text = "a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts"
+    assert check_counts(HOSTS, min_hosts=3, global_batch_size=49152) == text
+
+
+def test_counts_of_hosts_with_different_slots():
+    assert dividing_counts({"a": 8, "b": 4, "c": 4}, 16) == [1, 2, 3]
+    assert dividing_counts({"a": 3, "b": 5}, 24) == [1, 2]
+    assert dividing_counts({"a": 5, "b": 7}, 16) == []
 
 
 @pytest.mark.parametrize(("minimum", "batch"), [(3, 32768), (5, 49152), (0, 49152), (1, 7)])
@@ -81,7 +128,5 @@ def test_without_a_batch_any_number_of_hosts_from_the_minimum_on_is_accepted(tmp
     assert "--min-hosts 3 must be in [1, 2], the hosts of the file" in capsys.readouterr().err
 
 
-def test_the_numbers_of_hosts_that_divide_the_batch_are_described():
-    text = "a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts"
-    assert check_counts(HOSTS, min_hosts=3, global_batch_size=49152) == text
-    assert "1, 2, 4 of 4 hosts" in check_counts(HOSTS, min_hosts=4, global_batch_size=32768)  # all of them
+def test_the_minimum_may_be_all_hosts():
+    assert "1, 2, 4 of 4 hosts" in check_counts(HOSTS, min_hosts=4, global_batch_size=32768)
