@@ -115,3 +115,12 @@ def reported(rank, world_size, makers):
 def test_a_usage_error_of_all_ranks_is_reported_by_rank_0_and_that_of_one_rank_by_itself(makers):
     said = run_ranks(reported, 3, makers)
     assert [bool(text) for text in said] == [rank == makers[0] for rank in range(3)], said
+
+
+def test_a_reader_that_is_gone_does_not_change_the_exit_code():
+    result = run(
+        "import os\nfrom infcl.parallel.process import end_process\n"
+        "r, w = os.pipe()\nos.dup2(w, 1)\nos.close(w)\nos.close(r)\n"
+        "print('to nobody')\nend_process(3)"
+    )
+    assert (result.returncode, result.stderr) == (3, "")

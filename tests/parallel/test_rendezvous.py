@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from infcl.parallel import network, rendezvous
+from infcl.parallel import host_info, network, rendezvous
 from infcl.parallel.host_info import differences, software
 from infcl.parallel.network import interface_addresses, listen_address, use_interface
 from infcl.parallel.rendezvous import Node, join_all, open_store
@@ -193,3 +193,14 @@ def test_an_unknown_interface_is_rejected_with_the_available_ones():
         interface_addresses("eth9")
     with pytest.raises(ValueError, match="--interface eth9: no such interface"):
         use_interface("eth9")
+
+
+@pytest.mark.parametrize("name", ["pretrain_clip.py", "megatron_patches/x.py", "infcl/models/configs/x.json"])
+def test_the_source_is_all_code_and_the_model_configs(tmp_path, monkeypatch, name):
+    for path in (name, "infcl/parallel/host_info.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("one")
+    monkeypatch.setattr(host_info, "__file__", str(tmp_path / "infcl" / "parallel" / "host_info.py"))
+    before = software()["source"]
+    (tmp_path / name).write_text("other")
+    assert software()["source"] != before
