@@ -13,9 +13,7 @@ from infcl.plan.timing import loss_phases, phases_of, step_seconds
 from tests.lib.checkout import ROOT
 from tests.lib.measured import compare, stored
 
-GIB = 2**30
 RESULTS = ROOT / "docs" / "results"
-CARD_GIB = load_gpu("a800-80g").memory_gib
 
 
 def planned(**changes) -> Setting:
@@ -43,9 +41,6 @@ def test_a_loss_that_holds_its_matrix_is_planned_with_its_products_and_what_is_g
     assert alone[0] == alone[1] == pytest.approx(whole["loss"].seconds)
     tiled = loss_phases(planned(gpus=1))[0].seconds
     assert tiled == pytest.approx(alone[0], rel=0.1)  # 8 b^2 D flops at one rate
-
-
-# ---- the paper ----
 
 
 def test_the_parts_of_memory_add_up_and_a_step_is_between_its_longest_phase_and_all_of_them():
