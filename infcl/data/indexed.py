@@ -72,8 +72,31 @@ class IndexedDataset:
         raise NoBatch(what) if storage_fails else NoBatch(f"{what}; is this a data set of images?", 2)
 
 
+class PlanSampler:
+    """Sampler of a DataLoader: the items of the dataset for the rest of an epoch.
+
+    It is not the source itself: a source and a loader that refer to each other are left to the garbage collector,
+    which closes the queues before torch can tell the workers to stop. Each worker then costs 10 s.
+    """
+
+    def __init__(self, collection: Collection, share: Share, steps_per_epoch: int, seed: int):
+        self.counts, self.factors = collection.counts, collection.factors
+        self.share, self.steps_per_epoch, self.seed = share, steps_per_epoch, seed
+        self.epoch, self.step, self.again = 0, 0, range(0)  # what the next iteration yields
+
+    def positions(self) -> Iterator[int]:
+        """Yield the position of each micro-batch's first sample in the epoch."""
+        return self.share.positions(self.step, self.steps_per_epoch, self.again)
+
+    def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        chunk = chunk_size(self.share.global_batch_size)
+        plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=self.epoch, factors=self.factors)
+        for first in self.positions():
+            yield self.epoch, first, plan.samples(first, first + self.share.rows)
+
+
 class IndexedSource(Source):
-    """Source on a DataLoader over the plan, of which it is the sampler. Workers persist over epochs and resumes."""
+    """Source on a DataLoader over the plan. Workers persist over epochs and resumes."""
 
     board: WorkerBoard
     repeats = True
@@ -90,35 +113,26 @@ class IndexedSource(Source):
             raise ValueError(f"{self.num_samples} samples per epoch were requested (--train-num-samples), but {where}")
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
         self.sha256, self.board = collection.sha256, WorkerBoard(data.workers, collection.name_of)
-        self.collection, self.share, self.seed = collection, share, decoder.seed
-        self._epoch, self._step, self._again = 0, 0, range(0)
+        self._micro_batches_per_step = share.num_micro_batches
+        self._sampler = PlanSampler(collection, share, self.steps_per_epoch, decoder.seed)
         self._dataset = IndexedDataset(collection, decoder, self.board)
         self._loader = make_dataloader(
             self._dataset,
             num_workers=data.workers,
             item_bytes=decoder.batch_bytes(share.rows),
             timeout=data.timeout,
-            sampler=self,
+            sampler=self._sampler,
             persistent_workers=data.workers > 0,
         )
         if share.reader == 0:
             for line in collection.warnings:
                 _log.warning("%s", line)
 
-    def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the items of the dataset for the micro-batches that were asked for."""
-        counts, factors = self.collection.counts, self.collection.factors
-        chunk = chunk_size(self.share.global_batch_size)
-        plan = EpochPlan(counts, chunk=chunk, seed=self.seed, epoch=self._epoch, factors=factors)
-        for first in self.share.positions(self._step, self.steps_per_epoch, self._again):
-            yield self._epoch, first, plan.samples(first, first + self.share.rows)
-
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
-        self._epoch, self._step, self._again = epoch, step, again
-        positions = self.share.positions(step, self.steps_per_epoch, again)
+        self._sampler.epoch, self._sampler.step, self._sampler.again = epoch, step, again
         used: dict[int, torch.Tensor] = {}  # position of each micro-batch of a step -> its sample numbers
-        for first, (batch, log) in zip(positions, self.board.watch(self._loader)):
-            if first not in used and len(used) == self.share.num_micro_batches:
+        for first, (batch, log) in zip(self._sampler.positions(), self.board.watch(self._loader)):
+            if first not in used and len(used) == self._micro_batches_per_step:
                 used.clear()
             ids = used.setdefault(first, batch["ids"].clone())
             yield (batch if torch.equal(batch["ids"], ids) else self._as_before(batch, epoch, first, ids)), log

@@ -76,7 +76,7 @@ class WorkerBoard:
         try:
             for item in items:
                 if isinstance(item, NoBatch):
-                    raise item
+                    raise NoBatch(str(item), item.exit_code)  # `item` itself would be in a cycle with this frame
                 yield item
         except RuntimeError as error:
             if "DataLoader timed out" not in str(error):
