@@ -185,7 +185,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
     ("victim", "number", "received"),
     [
         ("launcher", signal.SIGKILL, "SIGTERM"),
-        ("deepspeed", signal.SIGKILL, "SIGHUP"),
+        pytest.param("deepspeed", signal.SIGKILL, "SIGHUP", marks=pytest.mark.slow),
         pytest.param("launcher", signal.SIGTERM, "SIGTERM", marks=pytest.mark.slow),
     ],
 )

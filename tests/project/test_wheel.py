@@ -46,6 +46,7 @@ def test_the_wheel_is_complete_and_its_loss_runs(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_commands_and_modules_of_the_installed_package_run_from_any_folder(tmp_path):
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

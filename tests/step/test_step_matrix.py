@@ -91,7 +91,7 @@ slow = pytest.mark.slow
         ("zero1", 2, 2, True, False),
         ("zero3", 2, 2, True, False),
         pytest.param("zero1", 2, 2, True, True, marks=slow),
-        ("zero2", 2, 1, False, True),
+        pytest.param("zero2", 2, 1, False, True, marks=slow),
         pytest.param("zero3", 2, 2, True, True, marks=slow),
     ],
 )

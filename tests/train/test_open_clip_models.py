@@ -139,7 +139,10 @@ def _by_open_clip(config, weights, batches):
 recorded_names = ("image_features", "text_features")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[pytest.mark.slow] * (family in ("eva", "siglip", "convnext"))) for family in FAMILIES],
+)
 def test_a_family_trains_under_zero_1_and_3_and_begins_as_open_clip_has_it(family, models, demo_folder, tmp_path):
     tokenizer = f"hf:{models / 'bert'}" if family == "hf" else str(demo_folder / "tokenizer.model")
     curves = []
