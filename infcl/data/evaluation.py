@@ -8,10 +8,10 @@ Out: `EvalSample`s: the image after the evaluation transform, the captions, the 
 import contextlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,35 +34,6 @@ EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Settings of an evaluation set.
-
-    Args:
-        data: shards, a folder of class folders, a table, or a .jsonl file.
-        image_size: side S of the square images, in pixels.
-        keys: which members of a shard form a sample.
-        columns: which columns of a table form a sample.
-        limits: which images are rejected by their header.
-        resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).
-        preprocess: how images are resized.
-    """
-
-    data: str
-    image_size: int
-    keys: SampleKeys = DEFAULT_KEYS
-    columns: TableColumns = DEFAULT_COLUMNS
-    limits: ImageLimits = EVAL_LIMITS
-    resize: str = "torch"
-    preprocess: Preprocess = CLIP_PREPROCESS
-
-    @property
-    def class_folder(self) -> Path | None:
-        """The folder of class folders, if the data is one."""
-        path = Path(self.data)
-        return path if path.is_dir() and not any(path.glob("*.tar")) else None
-
-
 class EvalSample(NamedTuple):
     """One transformed sample of an evaluation set."""
 
@@ -72,52 +43,39 @@ class EvalSample(NamedTuple):
     key: str
 
 
-class EvalSet:
-    """The listing of an evaluation set. A class folder's metadata is {"label": its name}, that of .jsonl the line.
-
-    Raises:
-        ValueError: the data does not exist or cannot be read.
-    """
-
-    def __init__(self, config: EvalConfig):
-        self.config, path = config, Path(config.data)
-        self.files: Callable[[], Iterable[Record]] | None = None  # None: shards
-        self.shards: list[str] = []
-        if is_table(config.data):
-            self.files = TableReader(config.data, columns=config.columns).captions
-        elif path.suffix == ".jsonl" or config.class_folder is not None:
-            files = caption_list(path) if path.suffix == ".jsonl" else class_folders(path)
-            records = [Record(None, None, json.dumps(metadata).encode(), str(file)) for file, metadata in files]
-            self.files = lambda: records
-        else:
-            self.shards = expand_shards(config.data)
-
-    def samples(self, *, rank: int = 0, world_size: int = 1, threads: int = 4, limit: int | None = None):
-        """Return the `EvalSamples` of a rank; see there for the arguments."""
-        return EvalSamples(self, rank=rank, world_size=world_size, threads=threads, limit=limit)
-
-
-class EvalSamples:
+class EvalSamples(ABC):
     """Iterate over the samples of an evaluation set in order; sample i goes to rank i % world_size.
 
     Threads decode ahead; the decoders and the resize release the GIL. Samples without a usable image are left out and
-    counted by cause in `skipped`. A missing caption is no error, since classification needs none. Every rank streams
-    all shards, and rank 0 counts the damaged ones; of image files a rank reads only its own.
+    counted by cause in `skipped`. A missing caption is no error, since classification needs none.
 
     Args:
-        source: the listing.
+        image_size: side S of the square images, in pixels.
         rank, world_size: determine the samples of this rank.
+        keys: which members of a shard form a sample.
+        limits: which images are rejected by their header.
+        resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).
+        preprocess: how images are resized.
         threads: number of decoding threads.
         limit: stop after this many samples; `is_cut` is then true if there are more.
     """
 
-    def __init__(self, source: EvalSet, *, rank: int, world_size: int, threads: int, limit: int | None):
-        self.source, self.config = source, source.config
-        self.rank, self.world_size, self.threads, self.limit = rank, world_size, threads, limit
-        self.transform = (PillowTransform if self.config.resize == "pil" else EvalTransform)(
-            self.config.image_size, self.config.preprocess
-        )
-        self.is_cut = False
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        keys: SampleKeys = DEFAULT_KEYS,
+        limits: ImageLimits = EVAL_LIMITS,
+        resize: str = "torch",
+        preprocess: Preprocess = CLIP_PREPROCESS,
+        threads: int = 4,
+        limit: int | None = None,
+    ):
+        self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size, preprocess)
+        self.limits, self.rank, self.world_size, self.threads = limits, rank, world_size, threads
+        self.keys, self.limit, self.is_cut = keys, limit, False
         self.skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[EvalSample]:
@@ -142,43 +100,87 @@ class EvalSamples:
             if i % self.world_size == self.rank:
                 yield named
 
+    @abstractmethod
     def _records(self) -> Iterable[tuple[str, Record]]:
         """Return (key, record) of all samples, the same on every rank."""
-        if self.source.files is not None:
-            return ((record.where, record) for record in self.source.files())
-
-        def shard_failed(cause: str, url: str, error: Exception) -> None:
-            self.skipped[cause] += self.rank == 0
-
-        return stream_records(self.source.shards, self.config.keys, shard_failed)
 
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
+        if record.fault is not None:
+            return BadSample(record.fault.cause, str(record.fault))
         try:
-            if (fault := record.fault) is None and self.source.files is not None:
-                record = record._replace(image=read_image(record.where))
-        except ShardFault as unreadable:
-            fault = unreadable
-        if fault is not None:
-            return BadSample(fault.cause, str(fault))
-        try:
-            image = self._pixels(record.image or b"")
+            image = self._pixels(self._bytes(record))
             metadata = parse_json(record.json) if record.json is not None else {}
         except BadSample as bad:
             return bad
         return EvalSample(image, self._caption(record), metadata, key)
 
+    def _bytes(self, record: Record) -> bytes:
+        return record.image or b""
+
     def _pixels(self, data: bytes) -> torch.Tensor:
         if not isinstance(self.transform, PillowTransform):
-            return self.transform(decode_image(data, self.config.limits))
+            return self.transform(decode_image(data, self.limits))
         with reject_damage():
-            return self.transform(open_image(data, self.config.limits))
+            return self.transform(open_image(data, self.limits))
 
     def _caption(self, record: Record) -> str:
         """Return the caption under the given keys, else under the default keys, else ""."""
-        for keys in (self.config.keys, DEFAULT_KEYS):
+        for keys in (self.keys, DEFAULT_KEYS):
             with contextlib.suppress(BadSample):
                 return decode_caption(record, keys, max_bytes=MAX_TEXT_BYTES)[0]
         return ""
+
+
+class EvalShards(EvalSamples):
+    """Evaluation set of webdataset shards. Every rank streams all of them; rank 0 counts the damaged ones."""
+
+    def __init__(self, urls: str | Sequence[str], **options):
+        super().__init__(**options)
+        self.shards = expand_shards(urls)
+
+    def _records(self) -> Iterable[tuple[str, Record]]:
+        def shard_failed(cause: str, url: str, error: Exception) -> None:
+            self.skipped[cause] += self.rank == 0
+
+        return stream_records(self.shards, self.keys, shard_failed)
+
+
+class EvalFiles(EvalSamples):
+    """Evaluation set of image files. `where` of a record is the image's path; a rank reads only its own images."""
+
+    def __init__(self, records: Callable[[], Iterable[Record]], **options):
+        super().__init__(**options)
+        self.records = records
+
+    def _records(self) -> Iterable[tuple[str, Record]]:
+        return ((record.where, record) for record in self.records())
+
+    def _bytes(self, record: Record) -> bytes:
+        try:
+            return read_image(record.where)
+        except ShardFault as fault:
+            raise BadSample(fault.cause, str(fault)) from fault
+
+
+def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[..., EvalSamples]:
+    """Return a function that takes the options of EvalSamples and returns the evaluation set of --data.
+
+    The metadata of a sample in a class folder is {"label": name of the folder}. In a .jsonl file, it is the line's
+    object. Raises ValueError if the data does not exist or cannot be read.
+    """
+    path = Path(data)
+    if is_table(data):
+        table = TableReader(data, columns=columns)
+        return lambda **options: EvalFiles(table.captions, **options)
+    if path.suffix == ".jsonl":
+        files = caption_list(path)
+    elif path.is_dir() and not any(path.glob("*.tar")):
+        files = class_folders(path)
+    else:
+        expand_shards(data)
+        return lambda **options: EvalShards(data, **options)
+    records = [Record(None, None, json.dumps(metadata).encode(), str(path)) for path, metadata in files]
+    return lambda **options: EvalFiles(lambda: records, **options)
 
 
 def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infcl.config import LOSS_NAMES, OneLineParser, aligned, counted
-from infcl.data.evaluation import RESIZES, EvalConfig
+from infcl.data.evaluation import RESIZES
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -60,17 +60,16 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     clip, tokenizer = load_model(
         args.checkpoint, device=parallel.device, model=args.model, tokenizer=args.tokenizer, ema=args.ema
     )
-    config = EvalConfig(
-        data=args.data,
-        image_size=clip.cfg.vision_cfg.image_size,
-        columns=TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key),
-        resize=args.image_resize,
-        preprocess=clip.cfg.preprocess,
-    )
-    common = {"tokenizer": tokenizer, "batch_size": args.batch_size}
+    common = {
+        "tokenizer": tokenizer,
+        "image_size": clip.cfg.vision_cfg.image_size,
+        "preprocess": clip.cfg.preprocess,
+        "batch_size": args.batch_size,
+        "resize": args.image_resize,
+    }
     if args.task == "zeroshot":
         files = {name: getattr(args, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
-        task = ZeroShotTask(config, **files, **common)
+        task = ZeroShotTask(args.data, **files, **common)
     else:
         loss = None
         if args.loss_batch_size is not None:
@@ -79,7 +78,8 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
                     f"--loss-batch-size {args.loss_batch_size} is not a multiple of {parallel.dp_size} ranks"
                 )
             loss = ValidationLoss(args.loss, "auto", args.loss_batch_size // parallel.dp_size)
-        task = RetrievalTask(config, captions=args.captions, loss=loss, **common)
+        columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
+        task = RetrievalTask(args.data, captions=args.captions, columns=columns, loss=loss, **common)
     task.check()
     started = time.perf_counter()
     metrics = task.run(encoder(clip, args.precision), parallel)

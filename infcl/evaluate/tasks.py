@@ -3,22 +3,26 @@
 A task is built and checked before training starts, so that missing files and unusable data are reported early.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from infcl.data.evaluation import EvalConfig, EvalSample, EvalSamples, EvalSet, class_names
-from infcl.data.index import SampleKeys
+from infcl.data.evaluation import EVAL_LIMITS, EvalSample, EvalSamples, class_names, eval_source
+from infcl.data.images import ImageLimits
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.shards import expand_shards
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.features import batches_of
 from infcl.evaluate.load import Tokenize
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
 from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot, read_classes, read_templates
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
@@ -28,21 +32,38 @@ Scalars = dict[str, torch.Tensor]
 
 
 class Task:
-    """An evaluation of the samples of a set.
+    """An evaluation of the samples of `data`: shards, a folder of class folders, or a table.
 
     Args:
-        config: the set.
+        data: path of the data.
         tokenizer: n texts -> int64 [n, L].
+        image_size: side of the square images, in pixels.
         batch_size: images per rank and forward.
+        keys: shard members that make a sample.
+        columns: table columns that make a sample.
+        limits, resize, preprocess: see EvalSamples.
     """
 
     missing = ""  # what no sample has where `check` fails
     leaves_out = False  # whether the first TRIED samples may all be unusable
 
-    def __init__(self, config: EvalConfig, *, tokenizer: Tokenize, batch_size: int):
-        self.data, self.tokenizer, self.batch_size = config.data, tokenizer, batch_size
-        self.blank = torch.zeros(3, config.image_size, config.image_size, dtype=torch.uint8)
-        self.source = EvalSet(config)
+    def __init__(
+        self,
+        data: str,
+        *,
+        tokenizer: Tokenize,
+        image_size: int,
+        batch_size: int,
+        keys: SampleKeys = DEFAULT_KEYS,
+        columns: TableColumns = DEFAULT_COLUMNS,
+        limits: ImageLimits = EVAL_LIMITS,
+        resize: str = "torch",
+        preprocess: Preprocess = CLIP_PREPROCESS,
+    ):
+        self.data, self.tokenizer, self.batch_size = data, tokenizer, batch_size
+        self.blank = torch.zeros(3, image_size, image_size, dtype=torch.uint8)
+        images: dict[str, Any] = {"image_size": image_size, "resize": resize, "preprocess": preprocess}
+        self.source = partial(eval_source(data, columns), keys=keys, limits=limits, **images)
 
     def usable(self, sample: EvalSample) -> bool:
         """Return whether the sample takes part in the evaluation. Raises ValueError if its label is invalid."""
@@ -56,7 +77,7 @@ class Task:
         """
 
         def try_data() -> None:
-            samples = self.source.samples(limit=TRIED)
+            samples = self.source(limit=TRIED)
             if any(self.usable(sample) for sample in samples):
                 return
             counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
@@ -82,8 +103,8 @@ class RetrievalTask(Task):
 
     missing = "with a caption"
 
-    def __init__(self, config: EvalConfig, *, captions: str = "one", loss: ValidationLoss | None = None, **common: Any):
-        super().__init__(config, **common)
+    def __init__(self, data: str, *, captions: str = "one", loss: ValidationLoss | None = None, **common: Any):
+        super().__init__(data, **common)
         self.captions, self.loss = captions, loss
 
     def run(
@@ -97,7 +118,7 @@ class RetrievalTask(Task):
             scalar_values: maps the scalars that `encode` returned to the engine's exact ones.
         """
         where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
-        samples = self.source.samples(rank=parallel.dp_rank, world_size=parallel.dp_size)
+        samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
         filler = self._collate([EvalSample(self.blank, "-", {}, "")])
         batches = batches_of(self._with_captions(samples), self.batch_size, self._collate)
         features = encode_pairs(encode, batches, filler, **where)
@@ -144,22 +165,23 @@ class ZeroShotTask(Task):
 
     def __init__(
         self,
-        config: EvalConfig,
+        data: str,
         *,
         classnames: str | None = None,
         templates: str | None = None,
         classes: str | None = None,
         **common: Any,
     ):
-        super().__init__(dataclasses.replace(config, keys=SampleKeys(text="cls")), **common)
-        data, class_folder = config.data, config.class_folder
-        folder = class_folder or Path(self.source.shards[0]).parent
-        folders = None if class_folder is None else set(class_names(class_folder))
+        super().__init__(data, keys=SampleKeys(text="cls"), **common)
+        path = Path(data)
+        is_folder = path.is_dir() and not any(path.glob("*.tar"))
+        folder = path if is_folder else Path(expand_shards(data)[0]).parent
+        folders = set(class_names(path)) if is_folder else None
 
         def default(name: str) -> Path | None:
             if (folder / name).is_file():
                 return folder / name
-            if folders is not None:
+            if is_folder:
                 return None
             flag = f"--zeroshot-{name.removesuffix('.txt')}"
             raise ValueError(f"{data}: no {name} next to the shards; write one, or give {flag} FILE or imagenet")
@@ -187,7 +209,7 @@ class ZeroShotTask(Task):
             batch_size=self.batch_size,
             **where,
         )
-        samples = self.source.samples(rank=parallel.dp_rank, world_size=parallel.dp_size)
+        samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
         rows = ((sample.image, self._row(sample)) for sample in samples)
         labelled = ((image, row) for image, row in rows if row is not None)
         metrics = evaluate_zero_shot(

@@ -71,7 +71,7 @@ def test_evaluating_a_foreign_folder_runs_no_code(planted, named, tmp_path, caps
 
 def test_the_report_of_a_foreign_run_runs_no_code_and_says_why_it_has_no_gallery(planted, tmp_path, monkeypatch):
     root, _, mark, _ = planted
-    monkeypatch.setattr("infcl.data.evaluation.EvalSet", lambda *_: None)
+    monkeypatch.setattr("infcl.data.evaluation.eval_source", lambda *_: None)
     assert "not a model that is built into open_clip" in retrieval_gallery(read_run(root))
     assert not mark.exists()
 
