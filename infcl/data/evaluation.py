@@ -8,10 +8,10 @@ Out: `EvalSample`s: the image after the evaluation transform, the captions, the 
 import contextlib
 import json
 import os
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,13 +43,15 @@ class EvalSample(NamedTuple):
     key: str
 
 
-class EvalSamples(ABC):
+class EvalSamples:
     """Iterate over the samples of an evaluation set in order; sample i goes to rank i % world_size.
 
     Threads decode ahead; the decoders and the resize release the GIL. Samples without a usable image are left out and
-    counted by cause in `skipped`. A missing caption is no error, since classification needs none.
+    counted by cause in `skipped`. A missing caption is no error, since classification needs none. Every rank streams
+    all shards, and rank 0 counts the damaged ones; of image files a rank reads only its own.
 
     Args:
+        source: the shards, or the records of image files, whose `where` is the image's path.
         image_size: side S of the square images, in pixels.
         rank, world_size: determine the samples of this rank.
         keys: which members of a shard form a sample.
@@ -62,6 +64,7 @@ class EvalSamples(ABC):
 
     def __init__(
         self,
+        source: list[str] | Callable[[], Iterable[Record]],
         *,
         image_size: int,
         rank: int = 0,
@@ -74,8 +77,8 @@ class EvalSamples(ABC):
         limit: int | None = None,
     ):
         self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size, preprocess)
-        self.limits, self.rank, self.world_size, self.threads = limits, rank, world_size, threads
-        self.keys, self.limit, self.is_cut = keys, limit, False
+        self.source, self.limits, self.rank, self.world_size = source, limits, rank, world_size
+        self.keys, self.threads, self.limit, self.is_cut = keys, threads, limit, False
         self.skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[EvalSample]:
@@ -93,29 +96,32 @@ class EvalSamples(ABC):
                     yield sample
 
     def _own(self) -> Iterator[tuple[str, Record]]:
-        for i, named in enumerate(self._records()):
+        def shard_failed(cause: str, url: str, error: Exception) -> None:
+            self.skipped[cause] += self.rank == 0
+
+        records: Iterable[tuple[str, Record]]
+        if callable(self.source):
+            records = ((record.where, record) for record in self.source())
+        else:
+            records = stream_records(self.source, self.keys, shard_failed)
+        for i, named in enumerate(records):
             if i == self.limit:
                 self.is_cut = True
                 return
             if i % self.world_size == self.rank:
                 yield named
 
-    @abstractmethod
-    def _records(self) -> Iterable[tuple[str, Record]]:
-        """Return (key, record) of all samples, the same on every rank."""
-
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
         if record.fault is not None:
             return BadSample(record.fault.cause, str(record.fault))
         try:
-            image = self._pixels(self._bytes(record))
+            image = self._pixels(read_image(record.where) if callable(self.source) else record.image or b"")
             metadata = parse_json(record.json) if record.json is not None else {}
+        except ShardFault as fault:
+            return BadSample(fault.cause, str(fault))
         except BadSample as bad:
             return bad
         return EvalSample(image, self._caption(record), metadata, key)
-
-    def _bytes(self, record: Record) -> bytes:
-        return record.image or b""
 
     def _pixels(self, data: bytes) -> torch.Tensor:
         if not isinstance(self.transform, PillowTransform):
@@ -131,37 +137,6 @@ class EvalSamples(ABC):
         return ""
 
 
-class EvalShards(EvalSamples):
-    """Evaluation set of webdataset shards. Every rank streams all of them; rank 0 counts the damaged ones."""
-
-    def __init__(self, urls: str | Sequence[str], **options):
-        super().__init__(**options)
-        self.shards = expand_shards(urls)
-
-    def _records(self) -> Iterable[tuple[str, Record]]:
-        def shard_failed(cause: str, url: str, error: Exception) -> None:
-            self.skipped[cause] += self.rank == 0
-
-        return stream_records(self.shards, self.keys, shard_failed)
-
-
-class EvalFiles(EvalSamples):
-    """Evaluation set of image files. `where` of a record is the image's path; a rank reads only its own images."""
-
-    def __init__(self, records: Callable[[], Iterable[Record]], **options):
-        super().__init__(**options)
-        self.records = records
-
-    def _records(self) -> Iterable[tuple[str, Record]]:
-        return ((record.where, record) for record in self.records())
-
-    def _bytes(self, record: Record) -> bytes:
-        try:
-            return read_image(record.where)
-        except ShardFault as fault:
-            raise BadSample(fault.cause, str(fault)) from fault
-
-
 def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[..., EvalSamples]:
     """Return a function that takes the options of EvalSamples and returns the evaluation set of --data.
 
@@ -170,17 +145,15 @@ def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[
     """
     path = Path(data)
     if is_table(data):
-        table = TableReader(data, columns=columns)
-        return lambda **options: EvalFiles(table.captions, **options)
+        return partial(EvalSamples, TableReader(data, columns=columns).captions)
     if path.suffix == ".jsonl":
         files = caption_list(path)
     elif path.is_dir() and not any(path.glob("*.tar")):
         files = class_folders(path)
     else:
-        expand_shards(data)
-        return lambda **options: EvalShards(data, **options)
+        return partial(EvalSamples, expand_shards(data))
     records = [Record(None, None, json.dumps(metadata).encode(), str(path)) for path, metadata in files]
-    return lambda **options: EvalFiles(lambda: records, **options)
+    return partial(EvalSamples, lambda: records)
 
 
 def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from infcl.data.evaluation import EvalShards, caption_list, eval_source
+from infcl.data.evaluation import caption_list, eval_source
 from infcl.data.index import MAX_IMAGE_BYTES
 from infcl.data.table import TableColumns
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
@@ -13,7 +13,7 @@ from tests.lib.shard_files import encode, picture, write_shards, write_tar
 
 def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
     shards = write_shards(tmp_path / "s", [7, 30, 3])
-    one, many = (list(EvalShards(shards, image_size=16, threads=threads)) for threads in (1, 8))
+    one, many = (list(eval_source(shards)(image_size=16, threads=threads)) for threads in (1, 8))
     assert [s.key for s in one] == [s.key for s in many] and len(one) == 40
     assert all((a.image == b.image).all() and a.caption == b.caption for a, b in zip(one, many))
 
@@ -102,23 +102,23 @@ def test_damaged_shards_are_counted_by_the_first_rank_alone(tmp_path):
     (tmp_path / "1.tar").write_bytes(good.read_bytes()[:700])
     skipped = []
     for rank in range(2):
-        samples = EvalShards(str(tmp_path), image_size=8, rank=rank, world_size=2)
+        samples = eval_source(str(tmp_path))(image_size=8, rank=rank, world_size=2)
         list(samples)
         skipped.append(samples.skipped.total())
     assert skipped[0] >= 1 and skipped[1] == 0
 
 
 def test_evaluation_yields_every_sample_once_over_the_ranks(shards):
-    whole = list(EvalShards(shards, image_size=16))
+    whole = list(eval_source(shards)(image_size=16))
     assert [sample.caption for sample in whole] == [f"picture number {i}" for i in range(53)]
     assert [sample.metadata["number"] for sample in whole] == list(range(53))
     assert whole[0].image.shape == (3, 16, 16) and whole[0].image.dtype == torch.uint8 and whole[0].key == "000000000"
-    parts = [[s.key for s in EvalShards(shards, image_size=16, rank=r, world_size=3)] for r in range(3)]
+    parts = [[s.key for s in eval_source(shards)(image_size=16, rank=r, world_size=3)] for r in range(3)]
     assert sorted(sum(parts, [])) == [sample.key for sample in whole]
 
 
 def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(faulty):
-    shards = EvalShards(str(faulty / "a" / "0.tar"), image_size=16)
+    shards = eval_source(str(faulty / "a" / "0.tar"))(image_size=16)
     captions = {sample.key: sample.caption for sample in shards}
     assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
     assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}
