@@ -35,7 +35,7 @@ from infcl.convert.export_tokenizer import (
     repair_steps,
 )
 from infcl.convert.hf_clip import hf_config, to_hf
-from infcl.convert.import_weights import model_with, read_weights
+from infcl.convert.import_weights import SCALARS, model_with, read_weights
 from infcl.convert.model_card import write_card
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
 from infcl.models.open_clip_config import BUILT_BY, CLEAN
@@ -43,7 +43,6 @@ from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf", "safetensors")
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
-SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
 
 
 def export_model(
@@ -135,10 +134,9 @@ def _write_open_clip(
 def _write_hf(
     state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
 ) -> None:
-    config = hf_config(cfg)
+    config, weights = hf_config(cfg), to_hf(state_dict)
     has_own_bpe = tokenizer_model is None and cfg.text_cfg.vocab_size == 49408  # CLIP's own
     own_bpe = clip_tokenizer() if has_own_bpe else None
-    weights = to_hf(state_dict)
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", config)
     _write_weights(weights, out / "model.safetensors")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from infcl.models.config import CLIPConfig, parse_model_config
+from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, parse_model_config
 
 _TOP = {
     "logit_scale": "logit_scale",
@@ -45,23 +45,32 @@ _BLOCK = {  # a block's modules, followed by weight or bias; several of theirs a
     "attn.in_proj_": tuple(f"self_attn.{letter}_proj." for letter in "qkv"),
 }
 _TRANSPOSED = ("visual.proj", "text_projection")
+# CLIPModel's setting -> (ours, transformers' default); heads and mlp_ratio are computed
+_VISION = {
+    "hidden_size": ("width", 768),
+    "num_hidden_layers": ("layers", 12),
+    "image_size": ("image_size", 224),
+    "patch_size": ("patch_size", 32),
+}
+_TEXT = {
+    "vocab_size": ("vocab_size", 49408),
+    "hidden_size": ("width", 512),
+    "num_hidden_layers": ("layers", 12),
+    "max_position_embeddings": ("context_length", 77),
+}
 
 
 def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename our weights to CLIPModel's names.
-
-    Raises:
-        ValueError: CLIPModel has no counterpart of a name.
-    """
+    """Rename our weights to CLIPModel's names. Raises ValueError for a name without a counterpart."""
     out: dict[str, torch.Tensor] = {}
     names = _names(state_dict)
     for ours, value in state_dict.items():
         if ours not in names:
             raise ValueError(f"CLIPModel has no counterpart of {ours}")
-        value = value.T if ours in _TRANSPOSED else value.reshape(()) if ours == "logit_scale" else value
         theirs = names[ours]
+        value = value.T if ours in _TRANSPOSED else value
         out |= dict(zip(theirs, value.chunk(len(theirs)) if len(theirs) > 1 else [value]))
-    return {name: value.contiguous() for name, value in out.items()}
+    return out
 
 
 def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -78,9 +87,9 @@ def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _names(state_dict: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return {our name: CLIPModel's names} for as many blocks as a state dict of either kind has."""
-    numbers = [int(found[1]) for name in state_dict if (found := re.search(r"\.(?:resblocks|layers)\.(\d+)\.", name))]
+    numbers = {found[1] for name in state_dict if (found := re.search(r"\.(?:resblocks|layers)\.(\d+)\.", name))}
     names: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in _TOP.items()}
-    for number, (our_tower, their_tower), kind in product(set(numbers), _TOWERS.items(), ("weight", "bias")):
+    for number, (our_tower, their_tower), kind in product(numbers, _TOWERS.items(), ("weight", "bias")):
         for ours, theirs in _BLOCK.items():
             names[f"{our_tower}.resblocks.{number}.{ours}{kind}"] = tuple(
                 f"{their_tower}.layers.{number}.{part}{kind}" for part in theirs
@@ -110,38 +119,31 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
             + "; ".join(what for what, is_so in unsupported.items() if is_so)
             + ". Export it as open_clip or safetensors"
         )
-    common: dict[str, Any] = {"hidden_act": "quick_gelu" if cfg.quick_gelu else "gelu", "projection_dim": cfg.embed_dim}
-    common |= {"layer_norm_eps": 1e-5, "attention_dropout": 0.0}
+    special_ids: dict[str, Any] = {
+        "eos_token_id": eos_id,
+        "bos_token_id": None if text.pool_type == "eos" else eos_id - 1,
+        "pad_token_id": text.pad_id,
+    }
+    if text.repairs_captions:
+        special_ids["tokenizer_kwargs"] = text.tokenizer_kwargs  # ignored by transformers
     return {
         "architectures": ["CLIPModel"],
         "model_type": "clip",
         "projection_dim": cfg.embed_dim,
         "torch_dtype": "float32",
-        "text_config": {
-            "model_type": "clip_text_model",
-            "vocab_size": text.vocab_size,
-            "hidden_size": text.width,
-            "intermediate_size": int(text.width * text.mlp_ratio),
-            "num_hidden_layers": text.layers,
-            "num_attention_heads": text.heads,
-            "max_position_embeddings": text.context_length,
-            "eos_token_id": eos_id,
-            "bos_token_id": None if text.pool_type == "eos" else eos_id - 1,
-            "pad_token_id": text.pad_id,
-            **({"tokenizer_kwargs": text.tokenizer_kwargs} if text.repairs_captions else {}),  # ignored by transformers
-            **common,
-        },
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": vision.width,
-            "intermediate_size": int(vision.width * vision.mlp_ratio),
-            "num_hidden_layers": vision.layers,
-            "num_attention_heads": vision.heads,
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-            "num_channels": 3,
-            **common,
-        },
+        "text_config": {"model_type": "clip_text_model", **_section(cfg, text, _TEXT), **special_ids},
+        "vision_config": {"model_type": "clip_vision_model", **_section(cfg, vision, _VISION), "num_channels": 3},
+    }
+
+
+def _section(cfg: CLIPConfig, tower: VisionConfig | TextConfig, table: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+    return {theirs: getattr(tower, ours) for theirs, (ours, _) in table.items()} | {
+        "num_attention_heads": tower.heads,
+        "intermediate_size": int(tower.width * tower.mlp_ratio),
+        "hidden_act": "quick_gelu" if cfg.quick_gelu else "gelu",
+        "projection_dim": cfg.embed_dim,
+        "layer_norm_eps": 1e-5,
+        "attention_dropout": 0.0,
     }
 
 
@@ -157,48 +159,37 @@ def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
     """
     if config.get("model_type") != "clip":
         raise ValueError(f"{source}: model_type {config.get('model_type')!r} is not transformers' CLIPModel ('clip')")
-    vision, text = (_section(config, name) for name in ("vision_config", "text_config"))
-    activations = {section.get("hidden_act", "quick_gelu") for section in (vision, text)}
-    epsilons = {section.get("layer_norm_eps", 1e-5) for section in (vision, text)}
+    sections = []
+    for name in ("vision_config", "text_config"):
+        older = config.get(f"{name}_dict")  # in old files, which takes precedence
+        sections.append((config.get(name) or {}) if older is None else older)
+    activations = {section.get("hidden_act", "quick_gelu") for section in sections}
+    epsilons = {section.get("layer_norm_eps", 1e-5) for section in sections}
     if len(activations) > 1 or not activations <= {"quick_gelu", "gelu"} or epsilons != {1e-5}:
         raise ValueError(
             f"{source}: hidden_act {sorted(activations)} and layer_norm_eps {sorted(epsilons)}; these towers have "
             "quick_gelu in both or gelu in both, and 1e-05"
         )
-    vision_width, text_width = vision.get("hidden_size", 768), text.get("hidden_size", 512)
-    eos_id, vocab_size = text.get("eos_token_id", 49407), text.get("vocab_size", 49408)
-    pools_at_largest = eos_id in (2, vocab_size - 1)  # CLIPModel does so for 2; no id exceeds the last
-    pooling = {"pool_type": "argmax"} if pools_at_largest else {"pool_type": "eos", "eos_id": eos_id}
+    vision, text = (
+        {ours: section.get(theirs, default) for theirs, (ours, default) in table.items()}
+        for section, table in zip(sections, (_VISION, _TEXT))
+    )
+    theirs = sections[1]
+    vision["head_width"] = vision["width"] // sections[0].get("num_attention_heads", 12)
+    vision["mlp_ratio"] = _ratio(sections[0].get("intermediate_size", 3072), vision["width"])
+    text["heads"] = theirs.get("num_attention_heads", 8)
+    text["mlp_ratio"] = _ratio(theirs.get("intermediate_size", 2048), text["width"])
+    text |= {"pad_id": theirs.get("pad_token_id") or 0, "tokenizer_kwargs": theirs.get("tokenizer_kwargs")}
+    eos_id = theirs.get("eos_token_id", 49407)
+    pools_at_largest = eos_id in (2, text["vocab_size"] - 1)  # CLIPModel does so for 2; no id exceeds the last
+    text |= {"pool_type": "argmax"} if pools_at_largest else {"pool_type": "eos", "eos_id": eos_id}
     fields = {
         "embed_dim": config.get("projection_dim", 512),
         "quick_gelu": activations == {"quick_gelu"},
-        "vision_cfg": {
-            "image_size": vision.get("image_size", 224),
-            "patch_size": vision.get("patch_size", 32),
-            "layers": vision.get("num_hidden_layers", 12),
-            "width": vision_width,
-            "head_width": vision_width // vision.get("num_attention_heads", 12),
-            "mlp_ratio": _ratio(vision.get("intermediate_size", 3072), vision_width),
-        },
-        "text_cfg": {
-            "context_length": text.get("max_position_embeddings", 77),
-            "vocab_size": vocab_size,
-            "layers": text.get("num_hidden_layers", 12),
-            "width": text_width,
-            "heads": text.get("num_attention_heads", 8),
-            "mlp_ratio": _ratio(text.get("intermediate_size", 2048), text_width),
-            "pad_id": text.get("pad_token_id") or 0,
-            "tokenizer_kwargs": text.get("tokenizer_kwargs"),
-            **pooling,
-        },
+        "vision_cfg": vision,
+        "text_cfg": text,
     }
     return parse_model_config(fields, source=source)
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of config.json. In old files, "text_config_dict" takes precedence over "text_config"."""
-    older = config.get(f"{name}_dict")
-    return (config.get(name) or {}) if older is None else older
 
 
 def _ratio(hidden: int, width: int) -> float:

@@ -12,7 +12,7 @@ pixels were normalised differently, the first convolution and the position embed
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from infcl.models import CLIPConfig, OpenClipConfig, build_towers, load_any_conf
 from infcl.models.open_clip_config import PREFIX, import_open_clip, parse_preprocess, read_object
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
-_SCALARS = ("logit_scale", "logit_bias")
+SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
 _ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 _FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
@@ -73,7 +73,14 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
-    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), *_folder_pixels(path))
+    pixels = _preprocessing(path)
+    return Weights(
+        _our_names(_read_file(file)),
+        _folder_config(path),
+        str(path),
+        pixels.get("mean") or IMAGE_MEAN,
+        pixels.get("std") or IMAGE_STD,
+    )
 
 
 def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
@@ -84,10 +91,7 @@ def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
     """
     if source is None:
         return {}
-    if source.startswith(PREFIX):
-        said: dict[str, Any] = _tag(source, model)
-    else:
-        said = next((fields for fields, prefix in _preprocessing(Path(source)) if not prefix), {})
+    said = _tag(source, model) if source.startswith(PREFIX) else _preprocessing(Path(source))
     preprocess = dataclasses.asdict(parse_preprocess(said, f"--pretrained {source}"))
     return {name: value for name, value in preprocess.items() if name in said}
 
@@ -105,8 +109,8 @@ def read_tag(source: str, model: str) -> Weights:
         file = download_pretrained(about)
     except Exception as error:  # raised by urllib or huggingface_hub
         raise ValueError(f"--pretrained {source}: {str(error).splitlines()[0]}") from error
-    state = _our_names(_read_file(Path(file)))
-    return Weights(state, None, f"{source} of {model}", about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD))
+    pixels = about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD)
+    return Weights(_our_names(_read_file(Path(file))), None, f"{source} of {model}", *pixels)
 
 
 def _tag(source: str, model: str) -> dict[str, Any]:
@@ -191,7 +195,7 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
     if any(name.startswith("text.") for name in mine):  # CustomTextCLIP's prefix, which our names lack
         state = {f"text.{name}" if _belongs(name, "text") else name: value for name, value in state.items()}
     given = {name: value for name, value in state.items() if _belongs(name, tower)}
-    for name in _SCALARS:
+    for name in SCALARS:
         if name in given:
             given[name] = given[name].reshape(1)
     changes = _fit_positions(given, mine)
@@ -199,20 +203,21 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
         here, there = ((of.mean, of.std) for of in (model.cfg.preprocess, weights))
         if here != (tuple(there[0]), tuple(there[1])):
             changes.append(f"its pixels were normalised by {there}, here by {here}")
-    missing = [name for name in mine if name not in given and name != "logit_bias"]
-    unexpected = [name for name in given if name not in mine and name != "logit_bias"]
-    wrong = [name for name in mine if name in given and given[name].shape != mine[name].shape]
-    if missing or unexpected or wrong:
+    misfits = {
+        "missing": [name for name in mine if name not in given and name != "logit_bias"],
+        "unexpected": [name for name in given if name not in mine and name != "logit_bias"],
+        "mismatched": [name for name in mine if name in given and given[name].shape != mine[name].shape],
+    }
+    if any(misfits.values()):
         part = "the model" if tower == "whole" else f"the {tower} tower"
         lines = [f"{weights.source} does not fit {part}{f' of --model {model_name}' if model_name else ''}:"]
-        lines += _listed("missing", [f"{name} {list(mine[name].shape)}" for name in missing])
-        lines += _listed("unexpected", [f"{name} {list(given[name].shape)}" for name in unexpected])
-        lines += _listed(
-            "mismatched", [f"{name} is {list(given[name].shape)}, needed {list(mine[name].shape)}" for name in wrong]
-        )
-        if "token_embedding.weight" in wrong:
+        for what, names in misfits.items():
+            shown = [_shapes(name, given.get(name), mine.get(name)) for name in names[:8]]
+            shown += [f"and {len(names) - 8} more"] if len(names) > 8 else []
+            lines += [f"  {what}: {', '.join(shown)}"] if shown else []
+        if "token_embedding.weight" in misfits["mismatched"]:
             lines.append("  (another vocabulary: keep the source's tokenizer, or load --pretrained-image alone)")
-        elif not any(name in given for name in mine):
+        elif not mine.keys() & given.keys():
             lines.append("  (no name in common: choose the --model whose weights these are)")
         raise ValueError("\n".join(lines))
     model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)
@@ -236,26 +241,27 @@ def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor
 def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> list[str]:
     """Fit the position embeddings in `given` to the model's, and return one line per change."""
     changes = []
-    name = "visual.positional_embedding"
-    if name in given and name in mine and given[name].shape[1:] == mine[name].shape[1:]:
+    for name in ("visual.positional_embedding", "positional_embedding", "text.positional_embedding"):
+        if name not in given or name not in mine or given[name].shape[1:] != mine[name].shape[1:]:
+            continue
         there, needed = len(given[name]), len(mine[name])
-        given[name] = resize_image_positions(given[name], needed)
-        changes += [f"its {there} image positions are interpolated to {needed}"] if there != needed else []
-    name = next((name for name in ("positional_embedding", "text.positional_embedding") if name in mine), "")
-    if name in given:
-        there, needed = len(given[name]), len(mine[name])
-        given[name] = given[name][:needed]
-        changes += [f"of its {there} text positions the first {needed} are taken"] if there > needed else []
+        if name.startswith("visual.") and there != needed:
+            given[name] = resize_image_positions(given[name], needed)
+            changes.append(f"its {there} image positions are interpolated to {needed}")
+        elif there > needed:
+            given[name] = given[name][:needed]
+            changes.append(f"of its {there} text positions the first {needed} are taken")
     return changes
 
 
 def _belongs(name: str, tower: str) -> bool:
-    return tower == "whole" or (name not in _SCALARS and name.startswith("visual.") == (tower == "image"))
+    return tower == "whole" or (name not in SCALARS and name.startswith("visual.") == (tower == "image"))
 
 
-def _listed(what: str, entries: list[str]) -> list[str]:
-    shown = [*entries[:8], *([f"and {len(entries) - 8} more"] if len(entries) > 8 else [])]
-    return [f"  {what}: {', '.join(shown)}"] if shown else []
+def _shapes(name: str, given: torch.Tensor | None, needed: torch.Tensor | None) -> str:
+    if given is not None and needed is not None:
+        return f"{name} is {list(given.shape)}, needed {list(needed.shape)}"
+    return f"{name} {[*(given if needed is None else needed).shape]}"  # type: ignore[union-attr]  # one is given
 
 
 def _check_settings(ours: CLIPConfig, theirs: CLIPConfig, tower: str, source: str) -> None:
@@ -305,36 +311,30 @@ def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("text."): value for name, value in state.items()}
 
 
-_PREPROCESSING = (  # file, its section, prefix of its keys: of open_clip, CLIPImageProcessor and CLIPProcessor
-    ("open_clip_config.json", "preprocess_cfg", ""),
-    ("preprocessor_config.json", None, "image_"),
-    ("processor_config.json", "image_processor", "image_"),
-)
+_PREPROCESSING = {  # file: its section; of open_clip, CLIPImageProcessor and CLIPProcessor
+    "open_clip_config.json": "preprocess_cfg",
+    "preprocessor_config.json": None,
+    "processor_config.json": "image_processor",
+}
 
 
-def _preprocessing(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (preprocessing fields, prefix of mean and std) of each file of the folder that has them."""
-    for name, section, prefix in _PREPROCESSING:
+def _preprocessing(path: Path) -> dict[str, Any]:
+    """Return a folder's preprocessing fields, under "mean" and "std" also those of image_mean and image_std."""
+    said: dict[str, Any] = {}
+    for name, section in _PREPROCESSING.items():
         if (path / name).is_file():
             fields = read_object(path / name)
-            yield (fields.get(section) or {}) if section else fields, prefix
-
-
-def _folder_pixels(path: Path) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and std of a folder's pixel normalisation, per channel; by default ours."""
-    said: dict[str, Sequence[float]] = {}
-    for fields, prefix in _preprocessing(path):
-        said = {kind: fields[prefix + kind] for kind in ("mean", "std") if fields.get(prefix + kind)} | said
-    return said.get("mean", IMAGE_MEAN), said.get("std", IMAGE_STD)
+            fields = (fields.get(section) or {}) if section else fields
+            said = {key.removeprefix("image_"): value for key, value in fields.items() if value is not None} | said
+    return said
 
 
 def other_resizing(path: Path) -> str:
     """Return how a folder's resizing differs from ours (short side to S, bicubic, centre crop), else ""."""
-    fields: dict[str, Any] = next((fields for fields, _ in _preprocessing(path)), {})
     ours = {"resize_mode": ("shortest",), "interpolation": ("bicubic", "random"), "resample": (3,)}
     ours |= {"do_resize": (True,), "do_center_crop": (True,)}
-    said = {name: fields[name] for name in ours if fields.get(name) is not None}
-    return ", ".join(f"{name} {value!r}" for name, value in said.items() if value not in ours[name])
+    said = _preprocessing(path)
+    return ", ".join(f"{name} {said[name]!r}" for name in ours if name in said and said[name] not in ours[name])
 
 
 def _for_our_pixels(
@@ -358,10 +358,8 @@ def _for_our_pixels(
 
 
 def _folder_config(path: Path) -> CLIPConfig | OpenClipConfig | None:
-    if (path / "open_clip_config.json").is_file():
-        return load_any_config(path)
-    if (path / "model_config.json").is_file():
-        return load_any_config(path / "model_config.json")
-    if (path / "config.json").is_file():
-        return from_hf_config(read_object(path / "config.json"), str(path / "config.json"))
-    return None
+    for name in ("open_clip_config.json", "model_config.json"):
+        if (path / name).is_file():
+            return load_any_config(path / name)
+    theirs = path / "config.json"
+    return from_hf_config(read_object(theirs), str(theirs)) if theirs.is_file() else None

@@ -57,7 +57,7 @@ def write_card(
             shutil.copyfile(run / LOSS_CURVE, folder / LOSS_CURVE)
     sections = [
         _usage(cfg, format, has_tokenizer),
-        "## Model\n\n" + _table(_model_rows(cfg)),
+        _section("Model", _model_rows(cfg)),
         _section("Training", _training_rows(card, flags)),
         f"![loss over samples seen]({LOSS_CURVE})\n" if (folder / LOSS_CURVE).is_file() else "",
         _section("Evaluation", _evaluation_rows(card)),
@@ -98,21 +98,17 @@ def _usage(cfg: CLIPConfig | OpenClipConfig, format: str, has_tokenizer: bool) -
 def _model_rows(cfg: CLIPConfig | OpenClipConfig) -> dict[str, object]:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_towers(cfg).parameters())
+    rows: dict[str, object] = {"parameters": f"{parameters:,}"}
     if isinstance(cfg, OpenClipConfig):
-        return {
-            "parameters": f"{parameters:,}",
-            "model": cfg.source,
-            "images": f"{cfg.vision_cfg.image_size} pixels a side",
-            "texts": f"{cfg.text_cfg.context_length} tokens",
-            "embedding": cfg.embed_dim,
-        }
-    vision, text = cfg.vision_cfg, cfg.text_cfg
-    return {
-        "parameters": f"{parameters:,}",
-        "image tower": f"ViT, {vision.layers} x {vision.width}, patch {vision.patch_size}, {vision.image_size} pixels",
-        "text tower": f"{text.layers} x {text.width}, {text.context_length} tokens of {text.vocab_size}",
-        "embedding": cfg.embed_dim,
-    }
+        rows |= {"model": cfg.source, "images": f"{cfg.vision_cfg.image_size} pixels a side"}
+        rows["texts"] = f"{cfg.text_cfg.context_length} tokens"
+    else:
+        image, text = cfg.vision_cfg, cfg.text_cfg
+        rows["image tower"] = (
+            f"ViT, {image.layers} x {image.width}, patch {image.patch_size}, {image.image_size} pixels"
+        )
+        rows["text tower"] = f"{text.layers} x {text.width}, {text.context_length} tokens of {text.vocab_size}"
+    return rows | {"embedding": cfg.embed_dim}
 
 
 def _training_rows(card: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
@@ -128,11 +124,10 @@ def _training_rows(card: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, 
             rows["batch"] += f" ({flags['accum_freq']} micro-batches of {flags['batch_size']} a rank)"
     if card.get("ema"):
         rows["weights"] = f"moving average over the steps, decay {flags.get('ema_decay', 'unknown')}"
-    if flags.get("warmup_samples") is not None:
-        flags = flags | {"warmup": None}
-    if flags.get("lr_scaling", "none") == "none":
-        flags = flags | {"lr_scaling": None, "lr_base_batch": None}
-    return rows | {label: flags[flag] for flag, label in _FLAGS.items() if flags.get(flag) is not None}
+    unused = ["warmup"] if flags.get("warmup_samples") is not None else []
+    unused += ["lr_scaling", "lr_base_batch"] if flags.get("lr_scaling", "none") == "none" else []
+    shown = {flag: flags[flag] for flag in _FLAGS if flag not in unused and flags.get(flag) is not None}
+    return rows | {_FLAGS[flag]: value for flag, value in shown.items()}
 
 
 def _evaluation_rows(card: Mapping[str, object]) -> dict[str, object]:
@@ -148,9 +143,6 @@ def _evaluation_rows(card: Mapping[str, object]) -> dict[str, object]:
 
 
 def _section(title: str, rows: Mapping[str, object]) -> str:
-    return f"## {title}\n\n{_table(rows)}" if rows else ""
-
-
-def _table(rows: Mapping[str, object]) -> str:
     shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in rows.items()}
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown.items())]) + "\n"
+    lines = [f"## {title}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown.items())]
+    return "\n".join(lines) + "\n" if rows else ""
