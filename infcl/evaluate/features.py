@@ -5,8 +5,7 @@ parameters in each: a missing forward would hang the other ranks. A rank without
 drops the result.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,15 +41,10 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
         yield (filler, False) if batch is None else (batch, True)
 
 
-def batches_of(samples: Iterable, size: int, collate: Callable[[list], Any]) -> Iterator[Any]:
-    """Yield the samples in collated batches of `size`; the last batch may be smaller."""
-    iterator = iter(samples)
-    while held := list(islice(iterator, size)):
-        yield collate(held)
-
-
-def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Gather rows [n_r, ...] of all ranks into [sum of n_r, ...] in rank order; n_r may differ. Two all-gathers."""
+    if group is None:
+        return rows
     gathered_counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered_counts, torch.tensor([len(rows)], device=rows.device), group=group)
     counts = [int(count) for count in gathered_counts]

@@ -38,9 +38,9 @@ class Features(NamedTuple):
 
 
 def encode_pairs(
-    encode: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]],
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    filler: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    encode: Callable[..., dict[str, torch.Tensor]],
+    batches: Iterable[tuple[torch.Tensor, ...]],
+    filler: tuple[torch.Tensor, ...],
     *,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -55,20 +55,15 @@ def encode_pairs(
     Raises:
         ValueError: no rank has an image with a caption.
     """
-    image_rows, text_rows, counts, output = [], [], [], {}
+    rows, output = [], {}
     for (images, texts, captions), is_real in in_step(batches, filler, group, device):
         with torch.no_grad():
             output = encode(images.to(device, non_blocking=True), texts)
-        if is_real:
-            image_rows.append(output["image_features"].float())
-            text_rows.append(output["text_features"].float())
-            counts.append(captions)
-    if not output:
+        batch = output["image_features"].float(), output["text_features"].float(), captions.to(device)
+        rows.append(batch if is_real else [of_filler[:0] for of_filler in batch])
+    if not rows:
         raise ValueError("retrieval found no image with a caption")
-    if not image_rows:
-        image_rows, text_rows = [output["image_features"].float()[:0]], [output["text_features"].float()[:0]]
-        counts = [torch.zeros(0, dtype=torch.int64)]
-    images, texts, captions = torch.cat(image_rows), torch.cat(text_rows), torch.cat(counts).to(device)
+    images, texts, captions = (torch.cat(column) for column in zip(*rows))
     owner = torch.repeat_interleave(torch.arange(len(images), device=device), captions)
     scalars: dict[str, torch.Tensor] = {name: output[name] for name in ("logit_scale", "logit_bias") if name in output}
     return Features(images, texts, owner, scalars)
@@ -83,16 +78,14 @@ def retrieval_metrics(features: Features, *, group: dist.ProcessGroup | None, ti
     """
     own = retrieval_counts(features.images, features.texts, features.owner, group=group, tile=tile)
     metrics: dict[str, float] = {}
-    for name, own_counts in zip(("image_to_text", "text_to_image"), own):
-        counts = own_counts if group is None else gather_rows(own_counts, group)
-        metrics["num_samples" if name == "image_to_text" else "num_captions"] = len(counts)
-        higher, ties = counts.unbind(1)
+    for name, query, own_counts in zip(("image_to_text", "text_to_image"), ("samples", "captions"), own):
+        higher, ties = gather_rows(own_counts, group).unbind(1)
+        metrics[f"num_{query}"] = len(higher)
         for k in RECALLS:
             metrics[f"{name}_r{k}"] = float(((k - higher) / (ties + 1)).clamp(0, 1).mean())
         ranks = 1 + higher + ties / 2
-        metrics[f"{name}_median_rank"] = (
-            float(ranks.median() - (-ranks).median()) / 2
-        )  # torch.median returns the lower of two
+        median = float(ranks.median() - (-ranks).median()) / 2  # torch.median returns the lower of two
+        metrics[f"{name}_median_rank"] = median
     return metrics
 
 
@@ -125,7 +118,7 @@ def retrieval_counts(
     """
     device, n, t = images.device, len(images), len(texts)
     ring = RingExchange(group)
-    sizes = _all_counts(n, t, group, device)
+    sizes = gather_rows(torch.tensor([[n, t]], device=device), group).tolist()  # of every rank
     tile = min(_round_up(tile, _ALIGN), _round_up(max(max(pair) for pair in sizes), _ALIGN))
     capacity = [_round_up(max(column), tile) for column in zip(*sizes)]  # rows and columns, the same on every rank
     images, texts = _padded(images.float(), capacity[0]), _padded(texts.float(), capacity[1])
@@ -192,11 +185,3 @@ def _round_up(size: int, step: int) -> int:
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
     """Pad [k, D] with zeros to a contiguous [length, D]."""
     return rows.contiguous() if len(rows) == length else F.pad(rows, (0, 0, 0, length - len(rows)))
-
-
-def _all_counts(n: int, t: int, group: dist.ProcessGroup | None, device: torch.device) -> list[tuple[int, int]]:
-    """Return the number of images and captions of every rank."""
-    if group is None:
-        return [(n, t)]
-    counts = gather_rows(torch.tensor([[n, t]], device=device), group)
-    return [(int(a), int(b)) for a, b in counts]

@@ -6,6 +6,7 @@ A task is built and checked before training starts, so that missing files and un
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from infcl.data.images import ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.shards import expand_shards
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
-from infcl.evaluate.features import batches_of
 from infcl.evaluate.load import Tokenize
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
@@ -28,7 +28,8 @@ from infcl.parallel import Parallel, from_first_rank
 log = logging.getLogger(__name__)
 
 TRIED = 1000  # most samples that `check` reads
-Scalars = dict[str, torch.Tensor]
+Encode = Callable[[torch.Tensor | None, torch.Tensor | None], dict[str, torch.Tensor]]
+ScalarValues = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Task:
@@ -46,6 +47,7 @@ class Task:
 
     missing = ""  # what no sample has where `check` fails
     leaves_out = False  # whether the first TRIED samples may all be unusable
+    skipped_as = ""  # the counter of samples without a target
 
     def __init__(
         self,
@@ -65,8 +67,16 @@ class Task:
         images: dict[str, Any] = {"image_size": image_size, "resize": resize, "preprocess": preprocess}
         self.source = partial(eval_source(data, columns), keys=keys, limits=limits, **images)
 
-    def usable(self, sample: EvalSample) -> bool:
-        """Return whether the sample takes part in the evaluation. Raises ValueError if its label is invalid."""
+    def target(self, sample: EvalSample) -> Any | None:
+        """Return what the image is compared with, or None to skip it. Raises ValueError if its label is invalid."""
+        raise NotImplementedError
+
+    def collate(self, samples: list[tuple[torch.Tensor, Any]]) -> tuple[torch.Tensor, ...]:
+        """Return a batch of (image, target): images [m, 3, S, S], and tensors of the targets."""
+        raise NotImplementedError
+
+    def metrics(self, encode: Encode, batches: Iterator, scalar_values: ScalarValues, **where: Any) -> dict[str, float]:
+        """Return the metrics of all ranks' batches. Collective over `where`, the group and this rank's device."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -78,7 +88,7 @@ class Task:
 
         def try_data() -> None:
             samples = self.source(limit=TRIED)
-            if any(self.usable(sample) for sample in samples):
+            if any(self.target(sample) is not None for sample in samples):
                 return
             counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
             among = f" among its first {TRIED:,} samples" if samples.is_cut else ""
@@ -88,6 +98,33 @@ class Task:
             log.warning("%s; the others are read during the evaluation", problem)
 
         from_first_rank(try_data)
+
+    def run(
+        self, encode: Encode, parallel: Parallel, scalar_values: ScalarValues = lambda returned: returned
+    ) -> dict[str, float]:
+        """Return the metrics of all ranks, and num_skipped: samples without a usable image or target. Collective.
+
+        Args:
+            encode: (images on the device or None, texts on the host or None) -> features dict, through the engine.
+            parallel: the ranks.
+            scalar_values: maps the scalars that `encode` returned to the engine's exact ones.
+        """
+        samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
+        where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
+        usable = self._usable(samples)
+        batches = map(self.collate, iter(lambda: list(islice(usable, self.batch_size)), []))
+        metrics = self.metrics(encode, batches, scalar_values, **where)
+        skipped = torch.tensor([samples.skipped.total()], device=parallel.device)
+        dist.all_reduce(skipped, group=parallel.dp_group)
+        return metrics | {"num_skipped": int(skipped)}
+
+    def _usable(self, samples: EvalSamples) -> Iterator[tuple[torch.Tensor, Any]]:
+        """Yield the images that have a target, and count the others as skipped."""
+        for sample in samples:
+            if (target := self.target(sample)) is None:
+                samples.skipped[self.skipped_as] += 1
+            else:
+                yield sample.image, target
 
 
 class RetrievalTask(Task):
@@ -101,54 +138,30 @@ class RetrievalTask(Task):
         common: arguments of Task.
     """
 
-    missing = "with a caption"
+    missing, skipped_as = "with a caption", "no_caption"
 
     def __init__(self, data: str, *, captions: str = "one", loss: ValidationLoss | None = None, **common: Any):
         super().__init__(data, **common)
         self.captions, self.loss = captions, loss
 
-    def run(
-        self, encode, parallel: Parallel, scalar_values: Callable[[Scalars], Scalars] = lambda returned: returned
-    ) -> dict[str, float]:
-        """Return the metrics of all ranks. Collective.
-
-        Args:
-            encode: (images on the device, texts on the host) -> features dict, through the engine.
-            parallel: the ranks.
-            scalar_values: maps the scalars that `encode` returned to the engine's exact ones.
-        """
-        where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
-        samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
-        filler = self._collate([EvalSample(self.blank, "-", {}, "")])
-        batches = batches_of(self._with_captions(samples), self.batch_size, self._collate)
-        features = encode_pairs(encode, batches, filler, **where)
-        metrics = retrieval_metrics(features, group=parallel.dp_group) | _skipped(samples, parallel)
-        if self.loss is not None:
-            metrics |= validation_loss(features, self.loss, parallel.dp_group, scalar_values(features.scalars))
-        return metrics
-
-    def usable(self, sample: EvalSample) -> bool:
-        return bool(self._captions(sample))
-
-    def _with_captions(self, samples: EvalSamples) -> Iterator[EvalSample]:
-        """Yield the samples that have captions and count the others as skipped."""
-        for sample in samples:
-            if self.usable(sample):
-                yield sample
-            else:
-                samples.skipped["no_caption"] += 1
-
-    def _captions(self, sample: EvalSample) -> list[str]:
+    def target(self, sample: EvalSample) -> list[str] | None:
         listed = sample.metadata.get("captions")
         if not isinstance(listed, list):
             listed = sample.caption.splitlines() if self.captions == "lines" else [sample.caption]
-        return [caption for caption in listed if isinstance(caption, str) and caption.strip()]
+        return [caption for caption in listed if isinstance(caption, str) and caption.strip()] or None
 
-    def _collate(self, samples: list[EvalSample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def collate(self, samples: list[tuple[torch.Tensor, list[str]]]) -> tuple[torch.Tensor, ...]:
         """Return images [m, 3, S, S], tokens [sum of captions, L] and captions per image [m]."""
-        captions = [self._captions(sample) for sample in samples]
+        images, captions = zip(*samples)
         tokens = self.tokenizer([caption for listed in captions for caption in listed])
-        return torch.stack([sample.image for sample in samples]), tokens, torch.tensor([len(c) for c in captions])
+        return torch.stack(images), tokens, torch.tensor([len(listed) for listed in captions])
+
+    def metrics(self, encode: Encode, batches: Iterator, scalar_values: ScalarValues, **where: Any) -> dict[str, float]:
+        features = encode_pairs(encode, batches, self.collate([(self.blank, ["-"])]), **where)
+        metrics = retrieval_metrics(features, group=where["group"])
+        if self.loss is not None:
+            metrics |= validation_loss(features, self.loss, where["group"], scalar_values(features.scalars))
+        return metrics
 
 
 class ZeroShotTask(Task):
@@ -161,7 +174,7 @@ class ZeroShotTask(Task):
         common: arguments of Task.
     """
 
-    missing = "of a class"
+    missing, skipped_as = "of a class", "other_class"
 
     def __init__(
         self,
@@ -192,40 +205,7 @@ class ZeroShotTask(Task):
         if folders and not folders & self.classes.rows.keys():
             raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")
 
-    def run(self, encode, parallel: Parallel, scalar_values: object = None) -> dict[str, float]:
-        """Return the metrics of all ranks. Collective.
-
-        Args:
-            encode: (images on the device or None, texts on the host or None) -> features dict.
-            parallel: the ranks.
-            scalar_values: unused.
-        """
-        where: dict[str, Any] = {"group": parallel.dp_group, "device": parallel.device}
-        classifier = build_classifier(
-            lambda texts: encode(None, texts)["text_features"],
-            self.tokenizer,
-            self.classes.names,
-            self.templates,
-            batch_size=self.batch_size,
-            **where,
-        )
-        samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
-        rows = ((sample.image, self._row(sample)) for sample in samples)
-        labelled = ((image, row) for image, row in rows if row is not None)
-        metrics = evaluate_zero_shot(
-            lambda images: encode(images, None)["image_features"],
-            batches_of(labelled, self.batch_size, _collate_labelled),
-            _collate_labelled([(self.blank, 0)]),
-            classifier,
-            self.classes.right,
-            **where,
-        )
-        return metrics | _skipped(samples, parallel)
-
-    def usable(self, sample: EvalSample) -> bool:
-        return self._row(sample) is not None
-
-    def _row(self, sample: EvalSample) -> int | None:
+    def target(self, sample: EvalSample) -> int | None:
         """Return the sample's row of ClassSet.right, or None if a classes file excludes its label."""
         label = sample.metadata.get("label", sample.caption.strip() or None)
         row = self.classes.rows.get(str(label))
@@ -236,13 +216,12 @@ class ZeroShotTask(Task):
             )
         return row
 
+    def collate(self, samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, ...]:
+        images, rows = zip(*samples)
+        return torch.stack(images), torch.tensor(rows)
 
-def _skipped(samples: EvalSamples, parallel: Parallel) -> dict[str, float]:
-    """Return num_skipped: samples of all ranks without a usable image or caption, or lost in damaged shards."""
-    total = torch.tensor([samples.skipped.total()], device=parallel.device)
-    dist.all_reduce(total, group=parallel.dp_group)
-    return {"num_skipped": int(total)}
-
-
-def _collate_labelled(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.stack([image for image, _ in samples]), torch.tensor([row for _, row in samples])
+    def metrics(self, encode: Encode, batches: Iterator, scalar_values: ScalarValues, **where: Any) -> dict[str, float]:
+        names, size = self.classes.names, self.batch_size
+        classifier = build_classifier(encode, self.tokenizer, names, self.templates, batch_size=size, **where)
+        filler = self.collate([(self.blank, 0)])
+        return evaluate_zero_shot(encode, batches, filler, classifier, self.classes.right, **where)

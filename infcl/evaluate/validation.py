@@ -50,15 +50,11 @@ def validation_loss(
     if size == 0:
         return {}
     loss = ContrastiveLoss(plan.name, group=group, tile=plan.tile, tile_dtype=plan.tile_dtype)
+    scale, bias = scalars["logit_scale"].float().exp(), scalars.get("logit_bias")
     total, batches = torch.zeros((), dtype=torch.float64, device=texts.device), int(rows) // size
-    for k in range(batches):
-        chunk = slice(k * size, (k + 1) * size)
-        total += loss(
-            features.images[chunk].contiguous(),
-            texts[chunk].contiguous(),
-            scalars["logit_scale"].float().exp(),
-            scalars.get("logit_bias"),
-        )
+    for start in range(0, batches * size, size):
+        chunk = slice(start, start + size)
+        total += loss(features.images[chunk], texts[chunk], scale, bias)
     return {
         "val_loss": float(mean_over(group, total)) / batches,
         "val_loss_batch": size * dist.get_world_size(group),

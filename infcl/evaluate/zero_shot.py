@@ -91,7 +91,7 @@ def read_templates(path: str | Path | None) -> list[str]:
 
 
 def build_classifier(
-    encode_text: Callable[[torch.Tensor], torch.Tensor],
+    encode: Callable[..., dict[str, torch.Tensor]],
     tokenize: Callable[[list[str]], torch.Tensor],
     classnames: Sequence[str],
     templates: Sequence[str],
@@ -103,7 +103,7 @@ def build_classifier(
     """Compute class embeddings [K, D] f32, unit norm, on every rank. Collective: one all-reduce of [K, D].
 
     Args:
-        encode_text: tokens [n, L] on the host -> features [n, D] on the device.
+        encode: (None, tokens [n, L] on the host) -> dict with unit-norm text_features [n, D] on the device.
         tokenize: texts -> tokens [n, L].
         classnames: K names.
         templates: prompts with one {} for the class name.
@@ -117,7 +117,7 @@ def build_classifier(
     for chunk, is_real in in_step(own_chunks, chunks[0], group, device):
         labels = torch.tensor([k for k, _ in chunk], device=device)
         with torch.no_grad():
-            features = encode_text(tokenize([text for _, text in chunk])).float()  # [chunk, D]
+            features = encode(None, tokenize([text for _, text in chunk]))["text_features"].float()  # [chunk, D]
         if sums is None:
             sums = torch.zeros(len(classnames), features.shape[1], device=device)
         if is_real:
@@ -128,9 +128,9 @@ def build_classifier(
 
 
 def evaluate_zero_shot(
-    encode_image: Callable[[torch.Tensor], torch.Tensor],
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    filler: tuple[torch.Tensor, torch.Tensor],
+    encode: Callable[..., dict[str, torch.Tensor]],
+    batches: Iterable[tuple[torch.Tensor, ...]],
+    filler: tuple[torch.Tensor, ...],
     classifier: torch.Tensor,
     right: torch.Tensor,
     *,
@@ -140,7 +140,7 @@ def evaluate_zero_shot(
     """Compute top-1 and top-5 accuracy over all ranks' images. Collective.
 
     Args:
-        encode_image: uint8 [m, 3, H, W] on the device -> features [m, D].
+        encode: (uint8 [m, 3, H, W] on the device, None) -> dict with image_features [m, D].
         batches: this rank's (uint8 images [m, 3, H, W], int64 labels [m]).
         filler: a batch for ranks that run out early.
         classifier: f32 [K, D], unit norm.
@@ -158,12 +158,12 @@ def evaluate_zero_shot(
     top = min(5, len(classifier))
     for (images, labels), is_real in in_step(batches, filler, group, device):
         with torch.no_grad():
-            scores = encode_image(images.to(device, non_blocking=True)).float() @ classifier.T  # [m, K]
+            features = encode(images.to(device, non_blocking=True), None)["image_features"]
+        scores = features.float() @ classifier.T  # [m, K]
         if is_real:
             hits = right[labels.to(device)].gather(1, scores.topk(top, dim=-1).indices)  # [m, top]
-            counts += torch.stack(
-                [hits[:, 0].sum(), hits.any(1).sum(), hits.new_tensor(len(labels), dtype=torch.int64)]
-            )
+            counts[:2] += torch.stack([hits[:, 0].sum(), hits.any(1).sum()])
+            counts[2] += len(labels)
     dist.all_reduce(counts, group=group)
     top1, top5, samples = counts.tolist()
     if samples == 0:

@@ -247,17 +247,22 @@ def classify(rank, world_size):
     def tokenize(texts):
         return torch.tensor([[int(text.split()[0]), ord(text.split()[1])] for text in texts])
 
-    def encode_text(tokens):
+    def encode_text(_, tokens):
         noise = torch.stack([torch.sin(tokens[:, 1].float() * (d + 1)) for d in range(WIDTH)], dim=1)
-        return F.normalize(prototypes[tokens[:, 0]] + 0.2 * noise, dim=-1)
+        return {"text_features": F.normalize(prototypes[tokens[:, 0]] + 0.2 * noise, dim=-1)}
 
     where = {"group": torch.distributed.group.WORLD, "device": torch.device("cpu")}
     classifier = build_classifier(encode_text, tokenize, names, templates, batch_size=5, **where)
     batches = own_batches((images, labels), rank, world_size, 4)
     right = torch.eye(CLASSES).bool()
-    metrics = evaluate_zero_shot(lambda x: x, batches, (images[:1], labels[:1]), classifier, right, **where)
+    metrics = evaluate_zero_shot(
+        lambda x, _: {"image_features": x}, batches, (images[:1], labels[:1]), classifier, right, **where
+    )
     expected_classifier = F.normalize(
-        torch.stack([encode_text(tokenize([t.format(n) for t in templates])).sum(0) for n in names]), dim=-1
+        torch.stack(
+            [encode_text(None, tokenize([t.format(n) for t in templates]))["text_features"].sum(0) for n in names]
+        ),
+        dim=-1,
     )
     top1 = float(((images @ expected_classifier.T).argmax(1) == labels).float().mean())
     return metrics, top1, float((classifier - expected_classifier).abs().max())

@@ -119,7 +119,7 @@ def test_validation_data_has_its_captions_where_training_data_has_them(tmp_path,
     task = build_tasks(Inputs(resolve(config, device="cpu"), load_model_config("demo"), lambda texts: None))[
         "retrieval"
     ]
-    assert [task._captions(sample) for sample in task.source()] == [["a cat"]]
+    assert [task.target(sample) for sample in task.source()] == [["a cat"]]
 
 
 def test_all_captions_of_a_long_text_member_count(tmp_path):
@@ -127,7 +127,7 @@ def test_all_captions_of_a_long_text_member_count(tmp_path):
     captions = [f"{i} {'long ' * 30}".strip() for i in range(40)]
     data = shard(tmp_path / "many", encode(picture(1)), txt="\n".join(captions).encode())
     task = RetrievalTask(data, captions="lines", **COMMON)
-    assert [task._captions(sample) for sample in task.source()] == [captions]
+    assert [task.target(sample) for sample in task.source()] == [captions]
 
 
 def test_class_folders_without_files_take_their_names_and_one_prompt(tmp_path, one_rank):
