@@ -16,7 +16,7 @@ from typing import Any
 from infcl.checkpoint.load import newest_intact, weights_of
 from infcl.config import OneLineParser
 from infcl.convert.export import FORMATS, export_model
-from infcl.convert.import_weights import read_weights
+from infcl.convert.import_weights import read_weights, sentencepiece_file
 from infcl.convert.model_card import EVALUATION_KEYS
 from infcl.models import CLIPConfig, OpenClipConfig, load_any_config
 
@@ -64,7 +64,7 @@ def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig
     out = export_model(
         weights_of(checkpoint, manifest, ema=args.ema),
         cfg,
-        _tokenizer(args.run),
+        sentencepiece_file(args.run),
         args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
         format=args.format,
         name=args.name or args.run.resolve().name,
@@ -81,13 +81,9 @@ def _import(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig
     if args.out.resolve() == args.weights.resolve():
         raise ValueError(f"--out {args.out} is the folder of the weights: choose another")
     name = args.name or args.weights.resolve().stem
-    return export_model(weights.state, cfg, _tokenizer(args.weights), args.out, format=args.format, name=name), cfg
-
-
-def _tokenizer(folder: Path) -> Path | None:
-    """Return the sentencepiece model of a run or an exported folder, or None."""
-    names = ("tokenizer.model", "spiece.model")
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    return export_model(
+        weights.state, cfg, sentencepiece_file(args.weights), args.out, format=args.format, name=name
+    ), cfg
 
 
 def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, object]:

@@ -23,17 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex
-from tokenizers.normalizers import Replace
 
-from infcl.convert.export_tokenizer import (
-    clip_tokenizer,
-    export_clip_bpe,
-    export_tokenizer,
-    lower_steps,
-    read_model,
-    repair_steps,
-)
+from infcl.convert.export_tokenizer import CLIP_TOKENS, clip_tokenizer, export_tokenizer, read_model, write_tokenizer
 from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.convert.import_weights import SCALARS, model_with, read_weights
 from infcl.convert.model_card import write_card
@@ -81,24 +72,21 @@ def export_model(
         if isinstance(cfg, OpenClipConfig):
             raise ValueError("--format hf: a CLIPModel holds our own towers only; --format open_clip fits this model")
         _write_hf(state_dict, cfg, tokenizer_model, out)
-    elif format == "safetensors":
+    elif format == "open_clip":
+        _write_open_clip(state_dict, cfg, tokenizer_model, out, name)
+    else:
         out.mkdir(parents=True, exist_ok=True)
         (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
         _write_weights(state_dict, out / "model.safetensors")
         if tokenizer_model is not None:
             shutil.copyfile(tokenizer_model, out / "tokenizer.model")
-    else:
-        _write_open_clip(state_dict, cfg, tokenizer_model, out, name)
     has_tokenizer = (out / "tokenizer.json").is_file() or tokenizer_model is not None
     write_card(out, cfg, name, format=format, has_tokenizer=has_tokenizer, card=card or {})
     return out
 
 
 def load_exported(folder: str | Path) -> tuple[Any, CLIPConfig | OpenClipConfig]:
-    """Load an exported folder of any format.
-
-    Returns:
-        The model in eval mode on the CPU, and its config.
+    """Load an exported folder of any format: the model in eval mode on the CPU, and its config.
 
     Raises:
         ValueError: the folder has no weights or no config, or they do not match.
@@ -125,7 +113,7 @@ def _write_open_clip(
     if tokenizer_model is not None:
         model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
         model_cfg["text_cfg"]["tokenizer_kwargs"] = CLEAN
-        export_tokenizer(tokenizer_model, out, context_length=cfg.text_cfg.context_length)
+        export_tokenizer(tokenizer_model, out, cfg.text_cfg, takes_raw_text=False)
     config |= {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(cfg.preprocess)}
     _write_json(out / CONFIG, config)
     _write_weights(state_dict, out / WEIGHTS)
@@ -140,20 +128,10 @@ def _write_hf(
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", config)
     _write_weights(weights, out / "model.safetensors")
-    context_length = cfg.text_cfg.context_length
     if tokenizer_model is not None:
-        # As infcl.data.tokenizer.canonicalise: '_' becomes a space, other ASCII punctuation is removed, letters are
-        # lowercased. Characters that Python counts as space, but that the model's charsmap would remove, become spaces.
-        cleaning = [
-            *(repair_steps() if cfg.text_cfg.repairs_captions else []),
-            Replace("_", " "),
-            Replace(Regex(r"[!-/:-@\[-`{-~]"), ""),
-            Replace(Regex(r"[\x0b\x1c-\x1f\x{85}]"), " "),
-            *lower_steps(),
-        ]
-        export_tokenizer(tokenizer_model, out, context_length=context_length, cleaning=cleaning)
+        export_tokenizer(tokenizer_model, out, cfg.text_cfg, takes_raw_text=True)
     elif own_bpe is not None:
-        export_clip_bpe(own_bpe, out, context_length=context_length)
+        write_tokenizer(own_bpe, out, CLIP_TOKENS, cfg.text_cfg.context_length)
     size = cfg.vision_cfg.image_size
     preprocessing = {
         "image_processor_type": "CLIPImageProcessor",

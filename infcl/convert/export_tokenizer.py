@@ -1,7 +1,7 @@
 """Tokenizers as Hugging Face's tokenizer.json, which AutoTokenizer and open_clip's get_tokenizer load.
 
     a sentencepiece model    export_tokenizer    [..., eos]; BPE or unigram, with pad, eos and unk set
-    CLIP's own BPE           export_clip_bpe     [start, ..., end], from the merges that open_clip ships
+    CLIP's own BPE           clip_tokenizer      [start, ..., end], from the merges that open_clip ships
 
 transformers' own conversions of sentencepiece models are not exact: T5TokenizerFast drops the leading U+2581, the slow
 T5Tokenizer loses byte fallback, and 5.x accepts no .model file. Here BPE is exact, and unigram is exact except for
@@ -26,48 +26,38 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePi
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _SPACE = "\u2581"
 _START, _END = "<start_of_text>", "<end_of_text>"
+CLIP_TOKENS = {"bos_token": _START, "eos_token": _END, "pad_token": _END, "unk_token": _END}
 _CLIP_MERGES = 49152 - 256 - 2
 _CLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 # Lowercase works letter by letter, but str.lower writes a final sigma at the end of a word.
 _FINAL_SIGMA = Regex(r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])")
 
 
-def export_tokenizer(
-    model_path: str | Path,
-    out: Path,
-    *,
-    context_length: int,
-    cleaning: Sequence[normalizers.Normalizer] | None = None,
-) -> None:
+def export_tokenizer(model_path: str | Path, out: Path, text: Any, *, takes_raw_text: bool) -> None:
     """Write spiece.model (a copy), tokenizer.json and tokenizer_config.json.
 
     Args:
         model_path: sentencepiece file.
         out: folder to write into.
-        context_length: tokens of a caption, model_max_length of the tokenizer.
-        cleaning: steps that make training's captions of raw ones. If given, "</s>" and the like are read as text, since
-            they would end the caption. None: the caller cleans captions.
+        text: the model's text_cfg.
+        takes_raw_text: the tokenizer cleans captions as training does, and reads "</s>" and the like as text, since
+            they would end the caption. False: the caller cleans captions.
 
     Raises:
         ValueError: tokenizer.json cannot express the model exactly.
     """
     proto = read_model(model_path)
     trainer = proto.trainer_spec
-    tokenizer = sentencepiece_tokenizer(proto, cleaning or ())
+    tokenizer = sentencepiece_tokenizer(proto, cleaning_steps(text.repairs_captions) if takes_raw_text else ())
     names = {"eos_token": trainer.eos_piece, "pad_token": trainer.pad_piece, "unk_token": trainer.unk_piece}
     shutil.copyfile(model_path, out / "spiece.model")
-    _write(tokenizer, out, names, context_length, reads_special_as_text=cleaning is not None)
+    write_tokenizer(tokenizer, out, names, text.context_length, reads_special_as_text=takes_raw_text)
 
 
-def export_clip_bpe(tokenizer: Tokenizer, out: Path, *, context_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json of `clip_tokenizer`."""
-    names = {"bos_token": _START, "eos_token": _END, "pad_token": _END, "unk_token": _END}
-    _write(tokenizer, out, names, context_length)
-
-
-def _write(
+def write_tokenizer(
     tokenizer: Tokenizer, out: Path, names: dict[str, str], context_length: int, reads_special_as_text: bool = False
 ) -> None:
+    """Write tokenizer.json and tokenizer_config.json. `names` are those of the special tokens."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **names,
@@ -185,6 +175,21 @@ def clip_tokenizer() -> Tokenizer:
     special = [(token, ids[token]) for token in (_START, _END)]
     tokenizer.post_processor = TemplateProcessing([_START, "$A", _END], [_START, "$A", _END, "$B", _END], special)
     return tokenizer
+
+
+def cleaning_steps(repairs: bool) -> list[normalizers.Normalizer]:
+    """Return normalizers that clean captions as infcl.data.tokenizer.canonicalise does, after repairs if any.
+
+    '_' becomes a space, other ASCII punctuation is removed, letters are lowercased. Characters that Python counts as
+    space, but that the model's charsmap would remove, become spaces.
+    """
+    return [
+        *(repair_steps() if repairs else []),
+        normalizers.Replace("_", " "),
+        normalizers.Replace(Regex(r"[!-/:-@\[-`{-~]"), ""),
+        normalizers.Replace(Regex(r"[\x0b\x1c-\x1f\x{85}]"), " "),
+        *lower_steps(),
+    ]
 
 
 def repair_steps() -> list[normalizers.Normalizer]:

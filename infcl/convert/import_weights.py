@@ -83,6 +83,11 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
     )
 
 
+def sentencepiece_file(folder: Path) -> Path | None:
+    """Return the sentencepiece model of a run or an exported folder, or None."""
+    return next((path for name in ("tokenizer.model", "spiece.model") if (path := folder / name).is_file()), None)
+
+
 def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
     """Return the preprocess_cfg that comes with the weights of --pretrained, an open_clip tag or a folder; else {}.
 
@@ -134,9 +139,7 @@ def load_pretrained(
 
     Args:
         model: the model.
-        whole: source of all weights, a path or "open_clip:TAG"; None to skip.
-        image: source of the image tower's weights, likewise.
-        text: source of the text tower's weights, likewise.
+        whole, image, text: sources of all weights and of each tower's, paths or "open_clip:TAG"; None to skip.
         name: the model's name, with which open_clip looks up a tag.
 
     Returns:
@@ -156,11 +159,7 @@ def load_pretrained(
 
 
 def model_with(weights: Weights, cfg: CLIPConfig | OpenClipConfig) -> Any:
-    """Build a model with these weights on the CPU.
-
-    Raises:
-        ValueError: the weights do not fit the config.
-    """
+    """Build a model with these weights on the CPU. Raises ValueError if they do not fit the config."""
     lacks = isinstance(cfg, OpenClipConfig) or cfg.init_logit_bias is None
     model = build_towers(cfg, init_logit_bias=0.0 if lacks and "logit_bias" in weights.state else None)
     load_tower(model, weights)
@@ -175,8 +174,6 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
     may be missing or unexpected, since it belongs to one loss.
 
     Args:
-        model: the model.
-        weights: the weights.
         tower: "image", "text" or "whole".
         model_name: value of --model, for messages.
 

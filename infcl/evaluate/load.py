@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from infcl.convert.import_weights import model_with, other_resizing, read_weights
+from infcl.convert.import_weights import model_with, other_resizing, read_weights, sentencepiece_file
 from infcl.data.tokenizer import Tokenizer, ids_of
 from infcl.data.tokenizer.open_clip import HF_PREFIX, PREFIX, HuggingFaceTokenizer, open_clip_tokenizer
 from infcl.models import CLIP, CLIPConfig, OpenClipConfig, load_any_config
 
 log = logging.getLogger(__name__)
-_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
 Tokenize = Callable[[list[str]], torch.Tensor]
 
@@ -92,7 +91,7 @@ def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) 
         return open_clip_tokenizer(str(source), context_length=text.context_length)
     path = Path(source)
     if path.is_dir():
-        found = next((path / name for name in _SENTENCEPIECE if (path / name).is_file()), None)
+        found = sentencepiece_file(path)
         if found is None:
             return _hugging_face(path, text.context_length)
         path = found
@@ -120,8 +119,7 @@ def _hugging_face(folder: Path, context_length: int) -> Tokenize:
 def _folder_of_tokenizer(checkpoint: Path) -> Path | None:
     """Return the folder of a run, checkpoint or export that has tokenizer files, or None."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    wanted = (*_SENTENCEPIECE, "tokenizer.json", "vocab.json")
     for place in (folder, folder.parent.parent):
-        if any((place / name).is_file() for name in wanted):
+        if sentencepiece_file(place) or any((place / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             return place
     return None

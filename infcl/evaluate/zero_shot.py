@@ -56,7 +56,7 @@ def read_classes(
     if classnames is None:
         fields = [[folder, folder.replace("_", " ")] for folder in sorted(folders or ())]
     else:
-        fields = [line.split("\t", 1) for line in _lines_or_imagenet(classnames, "classnames")]
+        fields = [line.split("\t", 1) for line in _read_lines(classnames, "classnames")]
     names = [line[-1].strip() for line in fields]
     by_name: dict[str, tuple[int, ...]] = {name: (k,) for k, name in enumerate(names) if names.count(name) == 1}
     by_number = {str(k): (k,) for k in range(len(names))}
@@ -83,7 +83,7 @@ def read_templates(path: str | Path | None) -> list[str]:
     """
     if path is None:
         return [DEFAULT_TEMPLATE]
-    templates = [line.replace("{c}", "{}") for line in _lines_or_imagenet(path, "templates")]
+    templates = [line.replace("{c}", "{}") for line in _read_lines(path, "templates")]
     for template in templates:
         if "{}" not in template:
             raise ValueError(f"--zeroshot-templates: {template!r} has no {{}} for the class name")
@@ -171,24 +171,23 @@ def evaluate_zero_shot(
     return {"top1": top1 / samples, "top5": top5 / samples, "num_samples": samples}
 
 
-def _lines_or_imagenet(source: str | Path, kind: str) -> list[str]:
-    """Read the lines of a file, or infcl's own for the name "imagenet" (write ./imagenet for a file of that name)."""
-    if source == "imagenet":
+def _read_lines(source: str | Path, kind: str) -> list[str]:
+    """Read the non-blank lines of a text file, stripped, or infcl's own for the name "imagenet".
+
+    Raises:
+        ValueError: the file is missing, empty or not UTF-8.
+    """
+    if source == "imagenet" and kind != "classes":  # ./imagenet is a file of that name
         return json.loads(_IMAGENET.read_text(encoding="utf-8"))[kind]
-    return _read_lines(source, f"--zeroshot-{kind}")
-
-
-def _read_lines(path: str | Path, flag: str) -> list[str]:
-    """Read the non-blank lines of a text file, stripped. Raises ValueError if it is missing, empty or not UTF-8."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        text = Path(source).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+        raise ValueError(f"--zeroshot-{kind} {source}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path} is not UTF-8: {error}") from None
-    lines = [line.strip() for line in lines if line.strip()]
+        raise ValueError(f"--zeroshot-{kind} {source} is not UTF-8: {error}") from None
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"{flag} {path}: the file is empty")
+        raise ValueError(f"--zeroshot-{kind} {source}: the file is empty")
     return lines
 
 
@@ -210,7 +209,7 @@ def _subset_indices(
     subset: str | Path, known: dict[str, tuple[int, ...]], num_classes: int
 ) -> dict[str, tuple[int, ...]]:
     chosen: dict[str, tuple[int, ...]] = {}
-    for line in _read_lines(subset, "--zeroshot-classes"):
+    for line in _read_lines(subset, "classes"):
         label, tab, listed = line.partition("\t")
         label = label.strip()
         try:
