@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from infcl.convert.__main__ import main
 from infcl.convert.export import export_model, load_exported
 from infcl.convert.export_tokenizer import read_model, sentencepiece_tokenizer
-from infcl.data.tokenizer import Tokenizer
+from infcl.data.tokenizer import Tokenizer, ids_of
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.models import CLIP, load_model_config
 from infcl.models.preprocess import CLIP_PREPROCESS
@@ -45,42 +45,25 @@ def test_folder_holds_float32_weights_with_zero_dimensional_scalars(exported):
     assert len(modes) == 1, "whoever may read the card may read the weights"
 
 
-def test_exported_model_loads_back_bit_for_bit(exported):
-    model, folder = exported
-    loaded, cfg = load_exported(folder)
-    assert cfg.text_cfg.hf_tokenizer_name == "tiny" and not loaded.training
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-
-
-def test_open_clip_loads_the_folder_and_gives_the_same_features(exported, tokenizer_model):
+@pytest.mark.parametrize("name", ["tiny", "demo"])
+def test_open_clip_loads_the_folder_and_gives_the_same_features(name, exported, tokenizer_model, tmp_path):
     open_clip = import_open_clip()
     model, folder = exported
+    tokenizer = Tokenizer(tokenizer_model, CONTEXT_LENGTH)
+    if name == "demo":
+        folder = tmp_path / "export"
+        model = CLIP(load_model_config(name).with_tokenizer(**ids_of(tokenizer))).eval()
+        export_model(model.state_dict(), model.cfg, tokenizer_model, folder, name=name)
     theirs, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     theirs.eval()
-    images = torch.randn(3, 3, 32, 32)
-    texts = Tokenizer(tokenizer_model, CONTEXT_LENGTH)(CAPTIONS[:3])
-    with torch.no_grad():
-        out = model(images, texts)
-        torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
-        torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
-    assert theirs.logit_bias.item() == -10.0
-    assert theirs.visual.preprocess_cfg["mean"] == list(CLIP_PREPROCESS.mean)
-    assert "Resize(size=32, interpolation=bicubic" in str(preprocess)
-
-
-def test_open_clip_loads_the_demos_model(tokenizer_model, tmp_path):
-    open_clip = import_open_clip()
-    tokenizer = Tokenizer(tokenizer_model, CONTEXT_LENGTH)
-    ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
-    model = CLIP(load_model_config("demo").with_tokenizer(**ids)).eval()
-    export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path / "export", name="demo")
-    theirs = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
     images, texts = torch.randn(3, 3, 32, 32), tokenizer(CAPTIONS[:3])
     with torch.no_grad():
         out = model(images, texts)
         torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
         torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
+    assert name == "demo" or theirs.logit_bias.item() == -10.0
+    assert theirs.visual.preprocess_cfg["mean"] == list(CLIP_PREPROCESS.mean)
+    assert "Resize(size=32, interpolation=bicubic" in str(preprocess)
 
 
 def test_open_clips_tokenizer_gives_our_ids(exported, tokenizer_model):
@@ -131,13 +114,11 @@ def test_models_that_open_clip_cannot_load_say_so(tokenizer_model, tmp_path):
 def test_foreign_weights_and_tokenizers_are_rejected_before_anything_is_written(tokenizer_model, tmp_path):
     cfg, out = small_config(), tmp_path / "out"
     weights = dict(CLIP(cfg).state_dict())
+    extra = {name: value for name, value in weights.items() if name != "visual.proj"} | {
+        "extra": weights["logit_scale"]
+    }
     with pytest.raises(ValueError, match=r"missing \['visual.proj'\], unknown \['extra'\]"):
-        export_model(
-            {**{k: v for k, v in weights.items() if k != "visual.proj"}, "extra": weights["logit_scale"]},
-            cfg,
-            None,
-            out,
-        )
+        export_model(extra, cfg, None, out)
     with pytest.raises(ValueError, match=r"visual.proj has shape \(24, 32\), not \(32, 24\)"):
         export_model({**weights, "visual.proj": weights["visual.proj"].T}, cfg, None, out)
     other = cfg.with_tokenizer(vocab_size=301, context_length=CONTEXT_LENGTH, eos_id=1, pad_id=0)
@@ -146,39 +127,41 @@ def test_foreign_weights_and_tokenizers_are_rejected_before_anything_is_written(
     assert not out.exists()
 
 
-def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path, capsys):
-    run = tmp_path / "run"
+def write_checkpoint(run, model):
+    """Write step 3 of a run of `model`."""
     checkpoint = run / "checkpoints" / "step_00000003"
-    checkpoint.mkdir(parents=True)
-    model = CLIP(small_config())
+    checkpoint.mkdir(parents=True, exist_ok=True)
     file = checkpoint / "state_00000.safetensors"
     save_file({f"model/{name}": value for name, value in model.state_dict().items()}, file)
     entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    manifest = manifest_of(3, {file.name: entry})
-    (checkpoint / "infcl.json").write_text(json.dumps(manifest))
+    (checkpoint / "infcl.json").write_text(json.dumps(manifest_of(3, {file.name: entry})))
     (run / "checkpoints" / "latest").write_text("step_00000003\n")
     (run / "model_config.json").write_text(model.cfg.to_json())
+    return file, entry
+
+
+def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    model = CLIP(small_config())
+    file, entry = write_checkpoint(run, model)
     (run / "tokenizer.model").write_bytes(tokenizer_model.read_bytes())
-    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
-    assert torch.equal(load_exported(tmp_path / "out")[0].visual.proj, model.visual.proj)
-    card = (tmp_path / "out" / "README.md").read_text()
+    command = ["export", str(run), "--out", str(out), "--name", "mine"]
+    assert main(command) == 0
+    assert torch.equal(load_exported(out)[0].visual.proj, model.visual.proj)
+    card = (out / "README.md").read_text()
     assert card.count("# mine") == 1 and "| samples seen | 192 |" in card
     damaged = run / "checkpoints" / "step_00000004"
     damaged.mkdir()
     (damaged / "infcl.json").write_text(json.dumps(manifest_of(4, {file.name: entry})))
     (run / "summary.json").write_text(json.dumps({"steps": 4, "samples_seen": 256, "zero_shot_top1": 0.5}))
-    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--name", "mine"]) == 0
-    assert (tmp_path / "out" / "README.md").read_text() == card, "it is of the checkpoint that was exported"
+    assert main(command) == 0
+    assert (out / "README.md").read_text() == card, "it is of the checkpoint that was exported"
     assert main(["export", str(run), "--format", "safetensors"]) == 0
     assert (run / "export-safetensors" / "tokenizer.model").read_bytes() == tokenizer_model.read_bytes()
     assert main(["export", str(tmp_path / "nothing")]) == 2
     printed = capsys.readouterr()
     assert "nothing is no run folder" in printed.err and "open_clip cannot" not in printed.out
-    demo = CLIP(load_model_config(GOLDEN_MODEL))
-    save_file({f"model/{name}": value for name, value in demo.state_dict().items()}, file)
-    entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    (checkpoint / "infcl.json").write_text(json.dumps(manifest_of(3, {file.name: entry})))
-    (run / "model_config.json").write_text(demo.cfg.to_json())
+    write_checkpoint(run, CLIP(load_model_config(GOLDEN_MODEL)))
     assert main(["export", str(run)]) == 0
     assert "open_clip cannot load this model" in capsys.readouterr().out
     assert main(["export", str(run), "--out", str(file)]) == 2

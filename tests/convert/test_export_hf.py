@@ -9,20 +9,21 @@ import unicodedata
 
 import pytest
 import torch
+from PIL import Image
 
-from infcl.convert.__main__ import main
 from infcl.convert.export import export_model, load_exported
-from infcl.convert.hf_clip import from_hf, hf_config, to_hf
+from infcl.convert.hf_clip import from_hf, to_hf
 from infcl.convert.model_card import LOSS_CURVE
 from infcl.data.tokenizer import Tokenizer, canonicalise, repair
 from infcl.data.tokenizer.open_clip import OpenClipTokenizer
+from infcl.data.transforms import PillowTransform
 from infcl.models import CLIP, load_model_config
 from infcl.models.config import parse_model_config
+from infcl.models.vision import normalize_pixels
 from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
-from tests.lib.ranks import run_ranks
+from tests.lib.shard_files import picture
 from tests.lib.small_clip import CAPTIONS, CONTEXT_LENGTH, LANGUAGES, TEXTS, small_config
-from tests.lib.training import demo_config, fit
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,11 @@ def load_clip_model(folder):
     model, info = transformers.CLIPModel.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
+
+
+def pillow_processor(folder):
+    transformers = import_transformers()
+    return getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor).from_pretrained(folder)
 
 
 def features_of(theirs, images, texts):
@@ -75,16 +81,8 @@ def test_clip_model_gives_the_same_features_and_logits(tokenizer_model, tmp_path
 def test_auto_tokenizer_gives_our_ids_for_raw_captions(exported, tokenizer_model):
     transformers = import_transformers()
     theirs = transformers.AutoTokenizer.from_pretrained(exported[1])
-    texts = [
-        "",
-        "a",
-        "</s> is <unk> here",
-        "<pad>",
-        "A photo, of the_Work!",
-        "l'\u00c9t\u00e9 (1936) -- \u65e5\u672c_",
-        *LANGUAGES,
-        *TEXTS,
-    ]
+    texts = ["", "a", "</s> is <unk> here", "<pad>", "A photo, of the_Work!", "l'\u00c9t\u00e9 (1936) -- \u65e5\u672c_"]
+    texts += [*LANGUAGES, *TEXTS]
     ids = theirs(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert torch.equal(ids, Tokenizer(tokenizer_model, CONTEXT_LENGTH)(texts))
 
@@ -100,14 +98,7 @@ def test_raw_captions_are_cleaned_as_for_training_whatever_their_characters(expo
 
 def test_image_processor_gives_open_clips_pixels(exported):
     """Through Pillow, as transformers does it: equal to our Pillow path, normalised."""
-    transformers = import_transformers()
-    from PIL import Image
-
-    from infcl.data.transforms import PillowTransform
-    from infcl.models.vision import normalize_pixels
-    from tests.lib.shard_files import picture
-
-    processor = _pillow_processor(transformers).from_pretrained(exported[1])
+    processor = pillow_processor(exported[1])
     for shape in ((48, 70), (90, 41), (32, 32)):
         image = Image.fromarray(picture(1, *shape))
         theirs = processor(image, return_tensors="pt").pixel_values
@@ -117,13 +108,8 @@ def test_image_processor_gives_open_clips_pixels(exported):
 
 def test_the_zero_shot_pipeline_gives_our_scores(exported, tokenizer_model):
     transformers = import_transformers()
-    from PIL import Image
-
-    from infcl.data.transforms import PillowTransform
-    from tests.lib.shard_files import picture
-
     model, folder = exported
-    processor = _pillow_processor(transformers).from_pretrained(folder)
+    processor = pillow_processor(folder)
     pipeline = transformers.pipeline("zero-shot-image-classification", model=str(folder), image_processor=processor)
     labels, image = ["Work", "license", "a"], Image.fromarray(picture(4, 50, 40))
     theirs = {r["label"]: r["score"] for r in pipeline(image, candidate_labels=labels)}
@@ -134,38 +120,15 @@ def test_the_zero_shot_pipeline_gives_our_scores(exported, tokenizer_model):
     assert [theirs[label] for label in labels] == pytest.approx(scores.tolist(), abs=1e-5)
 
 
-def test_a_zero_3_run_of_two_ranks_exports_to_clip_model_without_a_process_group(demo_folder, tmp_path):
-    fields = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-        "text_cfg": {"context_length": 20, "width": 32, "heads": 2, "layers": 1},
-    }
-    (tmp_path / "tiny.json").write_text(json.dumps(fields))
-    preset = "ds_configs/zero3.json"
-    config = demo_config(demo_folder, tmp_path, model=str(tmp_path / "tiny.json"), deepspeed_config=preset, steps=2)
-    run_ranks(fit, 2, config, timeout=200)
-    run = tmp_path / "run"
-    assert main(["export", str(run), "--format", "hf"]) == 0
-    ours, _ = load_exported(run / "export")
-    images, texts = torch.randn(2, 3, 32, 32), torch.tensor([[5, 9, 1, 0], [7, 1, 0, 0]])
-    theirs = features_of(load_clip_model(run / "export-hf"), images, texts)
-    with torch.no_grad():
-        out = ours(images, texts)
-    torch.testing.assert_close(out["image_features"], theirs[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(out["text_features"], theirs[1], rtol=0, atol=1e-5)
-    assert "| batch | 128 pairs" in (run / "export-hf" / "README.md").read_text()
-
-
-def _pillow_processor(transformers):
-    return getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
-
-
 def test_names_map_there_and_back_without_loss():
     model = CLIP(small_config())
     state = {name: value.detach() for name, value in model.state_dict().items()}
     back = from_hf(to_hf(state))
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name].reshape(-1), state[name].reshape(-1)) for name in state)
+
+
+STEM = load_model_config(GOLDEN_MODEL).to_dict()["vision_cfg"]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +138,7 @@ def test_names_map_there_and_back_without_loss():
         ({}, {"pool_type": "last", "no_causal_mask": True}, {}, "pool_type 'last'.*; text_cfg.no_causal_mask"),
         ({}, {"eos_id": 2}, {}, "eos id 2"),
         ({}, {}, {"init_logit_bias": -10.0}, "init_logit_bias"),
+        (STEM, {}, {}, "vision_cfg.conv_stem.*Export it as open_clip or safetensors"),
     ],
 )
 def test_what_clip_model_cannot_express_is_rejected_before_anything_is_written(vision, text, top, message, tmp_path):
@@ -187,22 +151,18 @@ def test_what_clip_model_cannot_express_is_rejected_before_anything_is_written(v
     assert not (tmp_path / "out").exists()
 
 
-def test_a_convolutional_stem_is_rejected():
-    cfg = load_model_config(GOLDEN_MODEL).with_tokenizer(vocab_size=300, context_length=20, eos_id=1, pad_id=0)
-    assert cfg.vision_cfg.conv_stem is not None
-    with pytest.raises(ValueError, match="vision_cfg.conv_stem.*Export it as open_clip or safetensors"):
-        hf_config(cfg)
-
-
-@pytest.mark.parametrize("format", ["hf", "safetensors", "open_clip"])
-def test_every_format_loads_back_bit_for_bit(format, tokenizer_model, tmp_path):
+@pytest.mark.parametrize(
+    ("format", "bias"), [("hf", None), ("safetensors", None), ("open_clip", None), ("open_clip", -10.0)]
+)
+def test_every_format_loads_back_bit_for_bit(format, bias, tokenizer_model, tmp_path):
     torch.manual_seed(2)
-    model = CLIP(small_config())
-    export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path, format=format)
+    model = CLIP(small_config(init_logit_bias=bias))
+    export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path, format=format, name="tiny")
     loaded, cfg = load_exported(tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
-    assert cfg.text_cfg.pool_type == "eos" and cfg.text_cfg.eos_id == 1
+    assert cfg.text_cfg.pool_type == "eos" and cfg.text_cfg.eos_id == 1 and not loaded.training
+    assert format != "open_clip" or cfg.text_cfg.hf_tokenizer_name == "tiny"
     assert cfg.vision_cfg == model.cfg.vision_cfg
     modes = {path.stat().st_mode for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".md")}
     assert len(modes) == 1, "whoever may read the card may read the weights"

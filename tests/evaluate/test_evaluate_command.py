@@ -15,14 +15,15 @@ import pytest
 import torch
 from PIL import Image
 
-from infcl.convert.export import export_model
+from infcl.convert.__main__ import main as convert
+from infcl.convert.export import export_model, load_exported
 from infcl.data.demo import DIGIT_NAMES
 from infcl.data.evaluation import eval_source
 from infcl.evaluate.__main__ import main
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
 from tests.lib.checkout import ROOT
-from tests.lib.open_clip_stub import import_open_clip
+from tests.lib.open_clip_stub import import_open_clip, import_transformers
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.training import demo_config, fit
@@ -150,20 +151,35 @@ def test_images_without_pixels_or_captions_are_counted_once_whatever_the_ranks(d
         assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions differ by chance only"
 
 
-def test_a_run_evaluates_to_what_training_reported(demo_folder, tmp_path):
-    config = demo_config(
-        demo_folder, tmp_path, steps=2, val_data=str(demo_folder / "val"), zeroshot_data=str(demo_folder / "zeroshot")
-    )
-    run_ranks(fit, 2, config, timeout=200)
+def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_model(demo_folder, tmp_path):
+    fields = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+        "text_cfg": {"context_length": 20, "width": 32, "heads": 2, "layers": 1},
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(fields))
+    sets = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
+    zero_3 = {"model": str(tmp_path / "tiny.json"), "deepspeed_config": "ds_configs/zero3.json"}
+    run_ranks(fit, 2, demo_config(demo_folder, tmp_path, steps=2, **sets, **zero_3), timeout=200)
     run = tmp_path / "run"
     reported = json.loads((run / "summary.json").read_text())["evaluation"]
     assert reported["retrieval"]["val_loss_batch"] == 2 * 64
     arguments = ("--task", "retrieval", "--data", demo_folder / "val", "--loss-batch-size", 2 * 64)
     alone = evaluate(1, tmp_path, "--checkpoint", run, *arguments)
     assert alone == pytest.approx(reported["retrieval"], rel=1e-4)
-    for checkpoint in (run / "export", run / "checkpoints" / "step_00000002"):
-        arguments = ("--task", "zeroshot", "--data", config.zeroshot_data, "--checkpoint", checkpoint)
+    assert convert(["export", str(run), "--format", "hf"]) == 0
+    for checkpoint in (run / "export", run / "export-hf", run / "checkpoints" / "step_00000002"):
+        arguments = ("--task", "zeroshot", "--data", sets["zeroshot_data"], "--checkpoint", checkpoint)
         assert evaluate(1, tmp_path, *arguments) == pytest.approx(reported["zero_shot"], rel=1e-6)
+    assert "| batch | 128 pairs" in (run / "export-hf" / "README.md").read_text()
+
+    theirs = import_transformers().CLIPModel.from_pretrained(run / "export-hf").eval()
+    ours, _ = load_exported(run / "export")
+    images, texts = torch.randn(2, 3, 32, 32), torch.tensor([[5, 9, 1, 0], [7, 1, 0, 0]])
+    with torch.no_grad():
+        out, expected = ours(images, texts), theirs(input_ids=texts, pixel_values=images)
+    torch.testing.assert_close(out["image_features"], expected.image_embeds, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out["text_features"], expected.text_embeds, rtol=0, atol=1e-5)
 
 
 def test_a_subset_of_classes_competes_alone_and_a_label_may_have_several(data, exports, tmp_path):
@@ -177,14 +193,19 @@ def test_a_subset_of_classes_competes_alone_and_a_label_may_have_several(data, e
     assert evaluate(2, tmp_path, *arguments, "--zeroshot-classes", several)["top1"] == 1.0
 
 
-def test_zero_shot_equals_open_clips_on_the_same_weights_and_images(data, exports, tmp_path):
-    open_clip = import_open_clip()
-    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exports / 'open_clip'}")
-    model.eval()
-    tokenizer = open_clip.get_tokenizer(f"local-dir:{exports / 'open_clip'}")
+@pytest.fixture
+def theirs(exports):
+    """open_clip's model, transform and tokenizer of the same export."""
+    open_clip, folder = import_open_clip(), f"local-dir:{exports / 'open_clip'}"
+    model, _, preprocess = open_clip.create_model_and_transforms(folder)
+    return model.eval(), preprocess, open_clip.get_tokenizer(folder)
+
+
+def test_zero_shot_equals_open_clips_on_the_same_weights_and_images(data, exports, theirs, tmp_path):
+    model, preprocess, tokenizer = theirs
     names = (data / "labels" / "classnames.txt").read_text().split("\n")[:10]
     templates = (data / "labels" / "templates.txt").read_text().strip().split("\n")
-    classifier = open_clip.build_zero_shot_classifier(
+    classifier = import_open_clip().build_zero_shot_classifier(
         model, tokenizer, names, [lambda name, t=t: t.format(name) for t in templates], num_classes_per_batch=10
     )
     samples = read_tar(data / "labels" / "0.tar")
@@ -192,24 +213,15 @@ def test_zero_shot_equals_open_clips_on_the_same_weights_and_images(data, export
     labels = torch.tensor([sample["json"]["label"] for sample in samples])
     with torch.no_grad():
         scores = model.encode_image(images, normalize=True) @ classifier
-    ours = evaluate(
-        2, tmp_path, "--task", "zeroshot", "--checkpoint", exports / "open_clip", "--data", data / "labels",
-        "--image-resize", "pil",
-    )  # fmt: skip
+    arguments = ("--task", "zeroshot", "--checkpoint", exports / "open_clip", "--data", data / "labels")
     hits = scores.topk(5).indices == labels[:, None]
-    assert ours == {
-        "top1": hits[:, 0].double().mean().item(),
-        "top5": hits.any(1).double().mean().item(),
-        "num_samples": IMAGES,
-        "num_skipped": 0,
-    }
+    top1, top5 = hits[:, 0].double().mean().item(), hits.any(1).double().mean().item()
+    expected = {"top1": top1, "top5": top5, "num_samples": IMAGES, "num_skipped": 0}
+    assert evaluate(2, tmp_path, *arguments, "--image-resize", "pil") == expected
 
 
-def test_retrieval_equals_open_clips_on_the_same_weights_and_images(data, exports, tmp_path):
-    open_clip = import_open_clip()
-    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exports / 'open_clip'}")
-    model.eval()
-    tokenizer = open_clip.get_tokenizer(f"local-dir:{exports / 'open_clip'}")
+def test_retrieval_equals_open_clips_on_the_same_weights_and_images(data, exports, theirs, tmp_path):
+    model, preprocess, tokenizer = theirs
     samples = read_tar(data / "captions" / "0.tar")
     captions = [sample["txt"].decode().split("\n") for sample in samples]
     with torch.no_grad():
@@ -217,10 +229,8 @@ def test_retrieval_equals_open_clips_on_the_same_weights_and_images(data, export
         texts = model.encode_text(tokenizer([text for listed in captions for text in listed]), normalize=True)
     owner = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([len(c) for c in captions]))
     scores = texts @ images.T  # [captions, images]
-    ours = evaluate(
-        2, tmp_path, "--task", "retrieval", "--checkpoint", exports / "open_clip", "--data", data / "captions",
-        "--captions", "lines", "--image-resize", "pil",
-    )  # fmt: skip
+    arguments = ("--task", "retrieval", "--checkpoint", exports / "open_clip", "--data", data / "captions")
+    ours = evaluate(2, tmp_path, *arguments, "--captions", "lines", "--image-resize", "pil")
     for k in (1, 5, 10):
         found = (scores.topk(k).indices == owner[:, None]).any(1)
         assert ours[f"text_to_image_r{k}"] == pytest.approx(found.double().mean().item(), abs=1e-6)
@@ -303,23 +313,23 @@ def test_a_result_that_cannot_be_written_is_printed(data, exports):
     assert json.loads(printed.splitlines()[-1])["metrics"]["num_samples"] == IMAGES
 
 
+def run_module(*arguments):
+    """Run python -m with arguments."""
+    command, env = [sys.executable, "-m", *map(str, arguments)], os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, "--device", "cpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
 def test_a_mistake_is_one_line_with_exit_code_2(data, tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "infcl.evaluate", "--task", "retrieval", "--data", str(data / "captions"),
-         "--checkpoint", str(tmp_path), "--device", "cpu"],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    arguments = ("--task", "retrieval", "--data", data / "captions", "--checkpoint", tmp_path)
+    result = run_module("infcl.evaluate", *arguments)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1 and "no weights there" in result.stderr
 
 
 def test_torchrun_starts_it_and_a_table_is_printed(data, exports):
-    arguments = ["--task", "retrieval", "--data", str(data / "list" / "captions.jsonl"), "--device", "cpu"]
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "infcl.evaluate",
-         *arguments, "--checkpoint", str(exports / "open_clip")],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "--standalone", "-m", "infcl.evaluate")
+    arguments = ("--task", "retrieval", "--data", data / "list" / "captions.jsonl")
+    result = run_module(*torchrun, *arguments, "--checkpoint", exports / "open_clip")
     assert result.returncode == 0, result.stderr
     assert "image to text r1" in result.stdout and result.stdout.count("median rank") == 2
     line = json.loads(result.stdout.strip().splitlines()[-1])
