@@ -11,7 +11,13 @@ from infcl.config import TrainConfig
 from infcl.convert.__main__ import main
 from infcl.convert.export import export_model, load_exported
 from infcl.convert.hf_clip import from_hf_config
-from infcl.convert.import_weights import Weights, load_pretrained, read_weights, resize_image_positions
+from infcl.convert.import_weights import (
+    Weights,
+    load_pretrained,
+    read_weights,
+    resize_image_positions,
+    weights_preprocess,
+)
 from infcl.evaluate import load
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
@@ -103,6 +109,7 @@ def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(plac
     elif place == "processor_config":
         said = {"image_processor": said}
     (path / f"{place}.json").write_text(json.dumps(said))
+    assert weights_preprocess(str(path), "any") == {"mean": tuple(mean), "std": tuple(std)}
     ours, theirs = (seeded(config(vision={"image_size": image_size}), seed) for seed in (2, 3))
     load_pretrained(ours, image=str(path))
     load_pretrained(theirs, str(write("pt", source, tmp_path)))  # a bare file does not say: as it is
@@ -114,10 +121,9 @@ def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(plac
         assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
 
 
-def test_other_resizing_of_a_folder_is_reported_in_an_evaluation_of_our_towers(source, tmp_path, caplog, monkeypatch):
-    """open_clip's ViT-H-14-378 of DFN5B squashes its images. A model of open_clip's resizes as its own config says."""
-    monkeypatch.setattr(load, "load_tokenizer", lambda source, cfg: None)
-    for kind, file, foreign, said in (
+@pytest.mark.parametrize(
+    ("kind", "file", "foreign", "said"),
+    [
         ("open_clip", "open_clip_config.json", {"preprocess_cfg": {"resize_mode": "squash"}}, "resize_mode 'squash'"),
         (
             "hf",
@@ -125,16 +131,21 @@ def test_other_resizing_of_a_folder_is_reported_in_an_evaluation_of_our_towers(s
             {"resample": 2, "do_center_crop": False},
             "resample 2, do_center_crop False",
         ),
-    ):
-        (tmp_path / kind).mkdir()
-        path = write(f"folder_{kind}", source, tmp_path / kind)
-        load.load_model(path, device=torch.device("cpu"))
-        assert not caplog.messages
-        (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | foreign))
-        load.load_model(path, device=torch.device("cpu"))
-        (message,) = caplog.messages
-        caplog.clear()
-        assert f"trained with images resized by {said};" in message
+    ],
+)
+def test_other_resizing_of_a_folder_is_reported_in_an_evaluation_of_our_towers(
+    kind, file, foreign, said, source, tmp_path, caplog, monkeypatch
+):
+    """open_clip's ViT-H-14-378 of DFN5B squashes its images. A model of open_clip's resizes as its own config says."""
+    monkeypatch.setattr(load, "load_tokenizer", lambda source, cfg: None)
+    path = write(f"folder_{kind}", source, tmp_path)
+    load.load_model(path, device=torch.device("cpu"))
+    assert not caplog.messages
+    (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | foreign))
+    load.load_model(path, device=torch.device("cpu"))
+    (message,) = caplog.messages
+    caplog.clear()
+    assert f"trained with images resized by {said};" in message
     theirs = OpenClipConfig("x", {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}})
     monkeypatch.setattr(load, "read_weights", lambda *_, **__: Weights({}, theirs, "x"))
     monkeypatch.setattr(load, "model_with", lambda weights, cfg: torch.nn.Identity())
@@ -171,12 +182,13 @@ def test_position_embeddings_are_interpolated_as_open_clip_does(source, tmp_path
     torch.testing.assert_close(ours.visual.positional_embedding, theirs.visual.positional_embedding, rtol=0, atol=1e-6)
 
 
-def test_interpolation_to_the_same_grid_changes_nothing_and_shorter_texts_keep_their_positions(source, tmp_path):
+def test_position_embeddings_that_are_resized_or_cut_are_reported(source, tmp_path):
+    path, model = str(write("pt", source, tmp_path)), seeded(config({"image_size": 48}, {"context_length": 8}), 2)
+    changes = "its 17 image positions are interpolated to 37; of its 12 text positions the first 8 are taken"
+    assert load_pretrained(model, path) == [f"all weights are those of {path}; {changes}"]
+    assert torch.equal(model.positional_embedding, source.positional_embedding[:8])
     positions = source.visual.positional_embedding.detach()
     torch.testing.assert_close(resize_image_positions(positions, len(positions)), positions)
-    model = seeded(config(text={"context_length": 8}), 2)
-    load_pretrained(model, str(write("pt", source, tmp_path)))
-    assert torch.equal(model.positional_embedding, source.positional_embedding[:8])
 
 
 def test_what_does_not_fit_is_listed_with_shapes_and_nothing_is_loaded(source, tmp_path):
@@ -243,12 +255,6 @@ def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
     (tmp_path / "other").mkdir()
     (line,) = load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
     assert line.endswith("; its logit_bias is left out")
-
-
-def test_position_embeddings_that_are_resized_or_cut_are_reported(source, tmp_path):
-    path, model = str(write("pt", source, tmp_path)), seeded(config({"image_size": 48}, {"context_length": 8}), 2)
-    changes = "its 17 image positions are interpolated to 37; of its 12 text positions the first 8 are taken"
-    assert load_pretrained(model, path) == [f"all weights are those of {path}; {changes}"]
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

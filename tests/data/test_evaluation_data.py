@@ -71,17 +71,18 @@ def test_a_caption_list_has_lines_where_its_json_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["not json", '{"image": "a.jpg"}', '{"image": 3, "captions": []}', '{"captions": [1]}']
+    ("line", "message"),
+    [
+        *(
+            (bad, ", line 3: ")
+            for bad in (b"not json", b'{"image": "a.jpg"}', b'{"image": 3, "captions": []}', b'{"captions": [1]}')
+        ),
+        ('{"image": "a.jpg", "captions": ["é"]}'.encode("latin-1"), " is not UTF-8: .*byte 0xe9"),
+    ],
 )
-def test_a_wrong_line_of_a_caption_list_is_named(tmp_path, line):
-    (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "captions": ["x"]}\n\n' + line + "\n")
-    with pytest.raises(ValueError, match="c.jsonl, line 3: "):
-        caption_list(tmp_path / "c.jsonl")
-
-
-def test_a_caption_list_that_is_no_utf8_is_named(tmp_path):
-    (tmp_path / "c.jsonl").write_bytes('{"image": "a.jpg", "captions": ["é"]}'.encode("latin-1"))
-    with pytest.raises(ValueError, match="c.jsonl is not UTF-8: .*byte 0xe9"):
+def test_a_wrong_line_of_a_caption_list_is_named(tmp_path, line, message):
+    (tmp_path / "c.jsonl").write_bytes(b'{"image": "a.jpg", "captions": ["x"]}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=f"c.jsonl{message}"):
         caption_list(tmp_path / "c.jsonl")
 
 

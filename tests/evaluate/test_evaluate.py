@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infcl.evaluate.retrieval import Features, retrieval_counts, retrieval_metrics
+from infcl.evaluate.features import in_step
+from infcl.evaluate.retrieval import Features, encode_pairs, retrieval_counts, retrieval_metrics
+from infcl.evaluate.validation import ValidationLoss, validation_loss
+from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
 from tests.lib.ranks import rejected, run_ranks
 
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
@@ -18,7 +21,6 @@ def own_batches(columns, rank, world_size, size):
 
 def batches_with_a_mistake(rank, world_size, place, others):
     """What each rank hears of an error in rank 1's data after `place` batches, where others have `others`."""
-    from infcl.evaluate.features import in_step
 
     def own():
         yield from range(place if rank == 1 else others)
@@ -56,8 +58,6 @@ def captioned():
 
 
 def retrieve(rank, world_size, tile, count=IMAGES):
-    from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
-
     images, texts, owner = captioned()
     mine = torch.arange(count)[rank::world_size]
     filler, batches = (images[:1], texts[:1], CAPTIONS[:1]), []
@@ -99,13 +99,18 @@ def mean_ranks(counts):
     return 1 + counts[:, 0] + counts[:, 1] / 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("tile", [64, 4096])
-def test_retrieval_with_several_captions_equals_the_full_matrix(world_size, tile):
-    results = run_ranks(retrieve, world_size, tile)
-    expected = dict(zip(("image_to_text", "text_to_image"), plain_counts(*captioned())))
+@pytest.mark.parametrize(
+    ("world_size", "tile", "count"),
+    [(ranks, tile, IMAGES) for ranks in (1, 2, 3, 4) for tile in (64, 4096)] + [(4, 64, few) for few in (1, 2, 5)],
+)
+def test_retrieval_with_several_captions_equals_the_full_matrix(world_size, tile, count):
+    """Also of fewer images than there are ranks."""
+    results = run_ranks(retrieve, world_size, tile, count)
+    images, texts, owner = captioned()
+    of_count = plain_counts(images[:count], texts[owner < count], owner[owner < count])
+    expected = dict(zip(("image_to_text", "text_to_image"), of_count))
     for metrics, forwards in results:
-        assert (metrics["num_samples"], metrics["num_captions"]) == (IMAGES, int(CAPTIONS.sum()))
+        assert (metrics["num_samples"], metrics["num_captions"]) == (count, int(CAPTIONS[:count].sum()))
         for name, counts in expected.items():
             for k in (1, 5, 10):
                 assert metrics[f"{name}_r{k}"] == pytest.approx(expected_hits(counts, k))
@@ -118,16 +123,6 @@ def test_the_median_of_an_even_number_of_ranks_lies_between_the_two_in_the_middl
     texts = torch.tensor([[1.0, 0.0], [0.0, -1.0]])  # the second image likes the first caption better than its own
     metrics = retrieval_metrics(Features(images, texts, torch.arange(2), {}), group=None)
     assert metrics["image_to_text_r1"] == 0.5 and metrics["image_to_text_median_rank"] == 1.5
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_set_may_have_fewer_images_than_there_are_ranks(count):
-    images, texts, owner = captioned()
-    of_images, of_texts = plain_counts(images[:count], texts[owner < count], owner[owner < count])
-    for metrics, _ in run_ranks(retrieve, 4, 64, count):
-        assert (metrics["num_samples"], metrics["num_captions"]) == (count, len(of_texts))
-        assert metrics["image_to_text_r1"] == pytest.approx(expected_hits(of_images, 1))
-        assert metrics["text_to_image_r1"] == pytest.approx(expected_hits(of_texts, 1))
 
 
 @pytest.mark.parametrize("tile", [1, 64, 100, 4096])
@@ -205,9 +200,6 @@ def test_retrieval_holds_nothing_larger_than_a_tile():
 
 
 def held_out_loss(rank, world_size, rank_batch_size):
-    from infcl.evaluate.retrieval import Features
-    from infcl.evaluate.validation import ValidationLoss, validation_loss
-
     images, texts, owner = captioned()
     mine = torch.arange(rank, IMAGES, world_size)
     rows = torch.cat([(owner == i).nonzero()[:, 0] for i in mine])
@@ -236,8 +228,6 @@ def test_validation_loss_is_that_of_global_batches_whatever_the_ranks(world_size
 
 
 def classify(rank, world_size):
-    from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
-
     generator = torch.Generator().manual_seed(5)
     prototypes = F.normalize(torch.randn(CLASSES, WIDTH, generator=generator), dim=-1)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)

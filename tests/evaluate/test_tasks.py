@@ -23,6 +23,14 @@ def shard(folder, image, **members):
     return str(folder)
 
 
+def of_files(folder):
+    """Write classnames.txt and templates.txt; return the options of a ZeroShotTask with them."""
+    files = {"classnames": "cat\ndog\n", "templates": "a {}\n"}
+    for name, content in files.items():
+        (folder / f"{name}.txt").write_text(content)
+    return COMMON | {name: str(folder / f"{name}.txt") for name in files}
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -37,9 +45,7 @@ def second_class_only(folder):
 
 @pytest.mark.parametrize("task", [RetrievalTask, ZeroShotTask])
 def test_a_set_without_a_usable_sample_is_rejected_before_it_is_evaluated(tmp_path, task, one_rank):
-    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
-    (tmp_path / "templates.txt").write_text("a {}\n")
-    options = COMMON | {f"{n}s": str(tmp_path / f"{n}s.txt") for n in ("classname", "template") if task is ZeroShotTask}
+    options = of_files(tmp_path) if task is ZeroShotTask else COMMON
     good = json.dumps({"caption": "a cat", "label": 1}).encode()
     task(shard(tmp_path / "good", encode(picture(1)), json=good), **options).check()
     with pytest.raises(ValueError, match=r"broken: no image .*\(not_an_image: 1\)"):
@@ -65,9 +71,7 @@ def test_one_rank_tries_the_data_and_all_are_told(tmp_path):
 
 def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatch, caplog):
     """A set that begins with what is of no use may be long; sorted by class it may do so rightly."""
-    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
-    (tmp_path / "templates.txt").write_text("a {}\n")
-    options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
+    options = of_files(tmp_path)
     samples = [(b"0", None)] * 5 + [(b"1", b"a dog")]
     members = [
         (f"{i}.{kind}", value)
@@ -95,12 +99,10 @@ def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatc
 
 
 def test_folders_of_no_class_are_rejected_before_an_image_is_read(tmp_path):
-    for name in ("classnames.txt", "templates.txt"):
-        (tmp_path / name).write_text("cat {}\ndog {}\n")
+    options = of_files(tmp_path)
     (tmp_path / "set" / "bird").mkdir(parents=True)
     (tmp_path / "set" / "bird" / "1.jpg").write_bytes(b"")
     (tmp_path / "set" / ".cache").mkdir()
-    options = COMMON | {f"{name}s": str(tmp_path / f"{name}s.txt") for name in ("classname", "template")}
     with pytest.raises(ValueError, match="none of its 1 folders is a class of .*classes.txt"):
         ZeroShotTask(str(tmp_path / "set"), **options, **second_class_only(tmp_path))
 
