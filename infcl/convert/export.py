@@ -46,7 +46,7 @@ def export_model(
     name: str = "infcl",
     card: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write the folder of an exported model.
+    """Write the folder of an exported model, and return it.
 
     Args:
         state_dict: full state dict of the model (not a shard), of any floating dtype; written as fp32.
@@ -56,9 +56,6 @@ def export_model(
         format: one of FORMATS.
         name: title of the card, and text_cfg.hf_tokenizer_name, which open_clip requires.
         card: summary.json of a run, the card's source for training and evaluation.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: the weights or the tokenizer do not match the config, or `format` cannot express the model. Nothing

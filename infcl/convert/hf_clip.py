@@ -150,10 +150,6 @@ def _section(cfg: CLIPConfig, tower: VisionConfig | TextConfig, table: Mapping[s
 def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
     """Return the model config of a CLIPModel's config.json. Missing keys have the defaults of transformers' CLIPConfig.
 
-    Args:
-        config: content of config.json.
-        source: file name for error messages.
-
     Raises:
         ValueError: another kind of model, or a setting that these towers do not support.
     """

@@ -54,8 +54,7 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
         ema: read the averaged weights of a run or checkpoint.
 
     Raises:
-        ValueError: there are no weights at `path`, they are not a state dict, have no average, or would run code when
-            loaded.
+        ValueError: `path` has no weights, no average, or a file that is no state dict or would run code when loaded.
     """
     path = Path(path)
     is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
@@ -73,14 +72,9 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
-    pixels = _preprocessing(path)
-    return Weights(
-        _our_names(_read_file(file)),
-        _folder_config(path),
-        str(path),
-        pixels.get("mean") or IMAGE_MEAN,
-        pixels.get("std") or IMAGE_STD,
-    )
+    said = _preprocessing(path)
+    pixels = said.get("mean") or IMAGE_MEAN, said.get("std") or IMAGE_STD
+    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), *pixels)
 
 
 def sentencepiece_file(folder: Path) -> Path | None:
@@ -170,8 +164,8 @@ def model_with(weights: Weights, cfg: CLIPConfig | OpenClipConfig) -> Any:
 def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: str = "") -> list[str]:
     """Load one tower or the full model. On an error nothing is loaded.
 
-    A tower consists of its parameters, including its projection, without logit_scale. In the full model only logit_bias
-    may be missing or unexpected, since it belongs to one loss.
+    A tower includes its projection, but not logit_scale. In the full model only logit_bias may be missing or
+    unexpected, since it belongs to one loss.
 
     Args:
         tower: "image", "text" or "whole".
@@ -181,8 +175,7 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
         One line per change to the weights.
 
     Raises:
-        ValueError: keys are missing, unexpected or mismatched in shape, or the source's config differs in settings that
-            do not affect shapes. The message lists them.
+        ValueError: with a list of keys that are missing, unexpected or of another shape, or of settings that differ.
     """
     ours = isinstance(model.cfg, CLIPConfig)
     if ours and isinstance(weights.cfg, CLIPConfig):
@@ -266,9 +259,8 @@ def _check_settings(ours: CLIPConfig, theirs: CLIPConfig, tower: str, source: st
     if ours.text_cfg.pool_type != "eos":
         names.pop("text_cfg.eos_id", None)
     values = {name: (attrgetter(name)(theirs), attrgetter(name)(ours)) for name in names}
-    if different := [
-        f"{name} is {there} there, {here} here" for name, (there, here) in values.items() if there != here
-    ]:
+    different = [f"{name} is {there} there, {here} here" for name, (there, here) in values.items() if there != here]
+    if different:
         raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings")
 
 
@@ -339,8 +331,8 @@ def _for_our_pixels(
 ) -> dict[str, torch.Tensor]:
     """Adapt an image tower from inputs (pixels - mean) / std to our inputs, (pixels - IMAGE_MEAN) / IMAGE_STD.
 
-    One input is an affine function of the other. The factor goes into the first convolution. The constant adds the same
-    value to every patch, so it goes into the patches' position embeddings.
+    One is an affine function of the other: the factor goes into the first convolution, the constant, which is the same
+    for every patch, into the patches' position embeddings.
     """
     convolution, positions = "visual.conv1.weight", "visual.positional_embedding"
     if (tuple(mean), tuple(std)) == (IMAGE_MEAN, IMAGE_STD) or not {convolution, positions} <= state.keys():

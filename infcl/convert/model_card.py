@@ -42,10 +42,9 @@ def write_card(
     """Write README.md, and copy the run's loss curve if there is one.
 
     Args:
-        folder: the exported folder.
+        folder: the exported folder, in `format` (export.FORMATS).
         cfg: the model's config.
         name: title of the card.
-        format: format of the export; see export.FORMATS.
         has_tokenizer: whether the folder contains a tokenizer.
         card: summary.json of the run, or {}.
     """

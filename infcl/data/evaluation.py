@@ -53,7 +53,6 @@ class EvalSamples:
     Args:
         source: the shards, or the records of image files, whose `where` is the image's path.
         image_size: side S of the square images, in pixels.
-        rank, world_size: determine the samples of this rank.
         keys: which members of a shard form a sample.
         limits: which images are rejected by their header.
         resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).

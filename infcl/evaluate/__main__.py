@@ -57,9 +57,8 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
-    clip, tokenizer = load_model(
-        args.checkpoint, device=parallel.device, model=args.model, tokenizer=args.tokenizer, ema=args.ema
-    )
+    named = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
+    clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **named)
     common = {
         "tokenizer": tokenizer,
         "image_size": clip.cfg.vision_cfg.image_size,
@@ -71,13 +70,11 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
         files = {name: getattr(args, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
         task = ZeroShotTask(args.data, **files, **common)
     else:
-        loss = None
-        if args.loss_batch_size is not None:
-            if args.loss_batch_size < 1 or args.loss_batch_size % parallel.dp_size:
-                raise ValueError(
-                    f"--loss-batch-size {args.loss_batch_size} is not a multiple of {parallel.dp_size} ranks"
-                )
-            loss = ValidationLoss(args.loss, "auto", args.loss_batch_size // parallel.dp_size)
+        loss, size, ranks = None, args.loss_batch_size, parallel.dp_size
+        if size is not None:
+            if size < 1 or size % ranks:
+                raise ValueError(f"--loss-batch-size {size} is not a multiple of {ranks} ranks")
+            loss = ValidationLoss(args.loss, "auto", size // ranks)
         columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
         task = RetrievalTask(args.data, captions=args.captions, columns=columns, loss=loss, **common)
     task.check()
@@ -123,14 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--task", required=True, choices=("zeroshot", "retrieval"))
     add("--data", required=True, help="shards, a folder of class folders, or a .csv or .jsonl of images and captions")
     add("--model", help="model config of a bare weights file")
-    add(
-        "--tokenizer",
-        help="sentencepiece .model or tokenizer folder [that of the weights, else CLIP's BPE]",
-    )
-    add(
-        "--zeroshot-classnames",
-        help="a class name per line, LABEL<TAB>name, or imagenet [classnames.txt with the data]",
-    )
+    add("--tokenizer", help="sentencepiece .model or tokenizer folder [that of the weights, else CLIP's BPE]")
+    names = "a class name per line, LABEL<TAB>name, or imagenet [classnames.txt with the data]"
+    add("--zeroshot-classnames", help=names)
     add("--zeroshot-templates", help="a prompt per line, {} is the name, or imagenet [templates.txt with the data]")
     add("--zeroshot-classes", help="the classes that compete, for ImageNet-A, -R, -O, ObjectNet and the like [all]")
     add("--csv-separator", default=DEFAULT_COLUMNS.separator, help="of a .csv or .tsv: between columns [tab]")

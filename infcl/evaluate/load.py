@@ -91,8 +91,7 @@ def load_tokenizer(source: str | Path | None, cfg: CLIPConfig | OpenClipConfig) 
         return open_clip_tokenizer(str(source), context_length=text.context_length)
     path = Path(source)
     if path.is_dir():
-        found = sentencepiece_file(path)
-        if found is None:
+        if (found := sentencepiece_file(path)) is None:
             return _hugging_face(path, text.context_length)
         path = found
     if not path.is_file():

@@ -50,7 +50,7 @@ def encode_pairs(
     Args:
         encode: (images on the device, tokens on the host) -> dict with unit-norm image_features and text_features.
         batches: (images [m, ...], tokens [sum of captions, L], captions per image int64 [m]).
-        filler: a batch of the same kind for ranks that run out early.
+        filler: such a batch, for ranks that run out early.
 
     Raises:
         ValueError: no rank has an image with a caption.

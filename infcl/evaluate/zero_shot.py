@@ -63,10 +63,10 @@ def read_classes(
     all_are_names = folders is not None and set(folders) <= by_name.keys()
     indices = by_number | by_name if all_are_names else by_name | by_number
     indices |= {line[0].strip(): (k,) for k, line in enumerate(fields) if len(line) == 2}
-    if folders is not None and subset is None:
-        indices = _folder_indices(sorted(folders), indices, len(names), classnames)
     if subset is not None:
         indices = _subset_indices(subset, indices, len(names))
+    elif folders is not None:
+        indices = _folder_indices(sorted(folders), indices, len(names), classnames)
     right = torch.zeros(len(indices), len(names), dtype=torch.bool)
     for row, accepted in enumerate(indices.values()):
         right[row, list(accepted)] = True
@@ -106,7 +106,7 @@ def build_classifier(
         encode: (None, tokens [n, L] on the host) -> dict with unit-norm text_features [n, D] on the device.
         tokenize: texts -> tokens [n, L].
         classnames: K names.
-        templates: prompts with one {} for the class name.
+        templates: prompts with {} for the class name.
         group, device: ranks that share the prompts, and this rank's device.
         batch_size: prompts per forward.
     """
@@ -118,8 +118,7 @@ def build_classifier(
         labels = torch.tensor([k for k, _ in chunk], device=device)
         with torch.no_grad():
             features = encode(None, tokenize([text for _, text in chunk]))["text_features"].float()  # [chunk, D]
-        if sums is None:
-            sums = torch.zeros(len(classnames), features.shape[1], device=device)
+        sums = features.new_zeros(len(classnames), features.shape[1]) if sums is None else sums
         if is_real:
             sums.index_add_(0, labels, features)
     assert sums is not None, "there are prompts"

@@ -26,6 +26,7 @@ from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
+from tests.lib.small_clip import small_config
 from tests.lib.training import demo_config, fit
 
 IMAGES = 120
@@ -152,12 +153,7 @@ def test_images_without_pixels_or_captions_are_counted_once_whatever_the_ranks(d
 
 
 def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_model(demo_folder, tmp_path):
-    fields = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-        "text_cfg": {"context_length": 20, "width": 32, "heads": 2, "layers": 1},
-    }
-    (tmp_path / "tiny.json").write_text(json.dumps(fields))
+    (tmp_path / "tiny.json").write_text(small_config().to_json())
     sets = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
     zero_3 = {"model": str(tmp_path / "tiny.json"), "deepspeed_config": "ds_configs/zero3.json"}
     run_ranks(fit, 2, demo_config(demo_folder, tmp_path, steps=2, **sets, **zero_3), timeout=200)

@@ -10,15 +10,11 @@ from infcl.convert.import_weights import load_pretrained
 from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from infcl.evaluate.__main__ import main as evaluate
 from infcl.evaluate.load import load_tokenizer
-from infcl.models import CLIP, load_model_config
+from infcl.models import CLIP
 from infcl.report.gallery import retrieval_gallery
 from infcl.report.records import read_run
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
-
-
-def small_model():
-    cfg = load_model_config("demo").with_tokenizer(vocab_size=300, context_length=12, eos_id=1, pad_id=0)
-    return CLIP(cfg)
+from tests.lib.small_clip import small_config
 
 
 @pytest.fixture
@@ -28,7 +24,7 @@ def planted(tokenizer_model, tmp_path, monkeypatch):
     import_transformers()
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # a user who confirms whatever transformers asks
     torch.manual_seed(0)
-    model = small_model()
+    model = CLIP(small_config())
     root, mark = tmp_path / "run", tmp_path / "code_ran"
     folder = root / "export"
     tokenizer = f"open_clip:local-dir:{folder}"
@@ -85,7 +81,7 @@ def test_exporting_a_foreign_run_and_starting_from_its_weights_run_no_code(plant
         out = tmp_path / format
         assert convert.main(["export", str(root), "--format", format, "--out", str(out)]) in (0, 2)
         assert convert.main(["import", str(root / "export"), "--format", format, "--out", str(out)]) in (0, 2)
-    load_pretrained(small_model(), str(root / "export"))
+    load_pretrained(CLIP(small_config()), str(root / "export"))
     assert not mark.exists()
 
 
