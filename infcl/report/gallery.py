@@ -7,6 +7,7 @@ a few seconds. Retrieval is easier here if the evaluation has more.
 import base64
 import io
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -20,9 +21,9 @@ _THUMBNAIL = 112  # pixels
 
 @dataclass(frozen=True)
 class Item:
-    image: str | None  # data: uri
-    text: str | None
-    score: float  # cosine similarity; 1 for the query itself
+    image: str  # data: uri
+    text: str
+    score: float  # cosine similarity with the query's partner or the candidate
     right: bool = False
 
 
@@ -70,44 +71,33 @@ def _gallery(run: Run, data: str) -> Gallery | str:
     size = model.cfg.vision_cfg.image_size
     flops = sum(forward_flops(model.cfg, training=False).values())
     limit = int(min(MAX_CANDIDATES, max(MIN_CANDIDATES, BUDGET_FLOPS // flops)))
-    images, captions = [], []
-    for sample in source(image_size=size):
-        caption = _caption(sample)
-        if caption:
-            images.append(sample.image)
-            captions.append(caption)
-        if len(images) == limit:
-            break
-    if len(images) < 2:
+    captioned = ((sample.image, caption) for sample in source(image_size=size) if (caption := _caption(sample)))
+    samples = list(islice(captioned, limit))
+    if len(samples) < 2:
         return f"No gallery: {data} has no captioned pictures."
-    pixels, image_rows, text_rows = torch.stack(images), [], []
+    pixels, captions = torch.stack([image for image, _ in samples]), [caption for _, caption in samples]
     with torch.no_grad():
-        for start in range(0, len(images), 32):
-            output = model(pixels[start : start + 32], tokenize(captions[start : start + 32]))
-            image_rows.append(output["image_features"])
-            text_rows.append(output["text_features"])
-    scores = torch.cat(text_rows) @ torch.cat(image_rows).T  # [texts, images]
+        outputs = [model(pixels[i : i + 32], tokenize(captions[i : i + 32])) for i in range(0, len(pixels), 32)]
+    images, texts = (torch.cat([output[f"{of}_features"] for output in outputs]) for of in ("image", "text"))
+    scores = texts @ images.T  # [texts, images]
     step = len(images) / min(QUERIES, len(images))
     queries = [int((k + 0.5) * step) for k in range(min(QUERIES, len(images)))]
     return Gallery(
-        [_result(scores[q], q, captions, pixels, query_is_text=True) for q in queries],
-        [_result(scores[:, q], q, captions, pixels, query_is_text=False) for q in queries],
+        [_result(scores[q], q, captions, pixels) for q in queries],
+        [_result(scores[:, q], q, captions, pixels) for q in queries],
         len(images),
     )
 
 
-def _result(
-    scores: torch.Tensor, query: int, captions: list[str], pixels: torch.Tensor, *, query_is_text: bool
-) -> Result:
+def _result(scores: torch.Tensor, query: int, captions: list[str], pixels: torch.Tensor) -> Result:
     """Return the best candidates of a query by its scores [N]. A candidate with the same caption counts as right."""
 
-    def item(index: int, score: float, *, as_text: bool) -> Item:
+    def item(index: int) -> Item:
         right = captions[index] == captions[query]
-        return Item(None if as_text else _thumbnail(pixels[index]), captions[index] if as_text else None, score, right)
+        return Item(_thumbnail(pixels[index]), captions[index], float(scores[index]), right)
 
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
-    found = [item(index, float(scores[index]), as_text=not query_is_text) for index in best]
-    return Result(item(query, 1.0, as_text=query_is_text), found, rank=1 + int((scores > scores[query]).sum()))
+    return Result(item(query), [item(index) for index in best], rank=1 + int((scores > scores[query]).sum()))
 
 
 def _caption(sample) -> str:

@@ -3,7 +3,6 @@
 page.html is the template, which escapes every text. This module computes the values in it.
 """
 
-import dataclasses
 import json
 import re
 import time
@@ -14,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from infcl.config import TrainConfig, counted
 from infcl.report.charts import evaluation_charts, train_charts
-from infcl.report.drawing import draw_svg, legend
+from infcl.report.drawing import draw_svg
 from infcl.report.gallery import retrieval_gallery
 from infcl.report.records import Run
 from infcl.report.summary import skipped_by_cause
@@ -39,7 +38,7 @@ def write_report(runs: list[Run], out: Path) -> Path:
 def render_page(runs: list[Run]) -> str:
     """Return the page as HTML text."""
     templates = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
-    templates.globals.update(legend=legend, draw_svg=draw_svg, causes=_causes, settings=_settings)
+    templates.globals.update(draw_svg=draw_svg, causes=_causes, settings=_settings)
     headlines = [headline(run) for run in runs]
     first = runs[0]
     # Only a page of one run has tiles. Choose the number of columns so that no tile is alone in the last row.
@@ -88,7 +87,7 @@ def headline(run: Run) -> dict[str, str]:
         rows["caption tokens encoded, of padded captions"] = f"{_median(run, 'text_share'):.1%}"
     peak = summary.get("peak_memory_mb") or max(record.get("peak_memory_mb", 0) for record in run.train)
     rows["peak memory per rank"] = f"{peak:,.0f} MiB"
-    if run.finished:
+    if run.summary:
         rows["training time"] = _duration(summary["train_seconds"])
         counts = skipped_by_cause(summary["data"])
         for label, group in (("samples skipped", "skipped/"), ("samples left out by the index", "index/")):
@@ -102,18 +101,11 @@ def _facts(run: Run) -> str:
     facts = [
         config.get("model"),
         f"loss {config['loss']}" if "loss" in config else None,
-        _hardware(env) if "world_size" in env else None,
+        f"{counted(env['world_size'], 'rank')}, {env['device']}" if "world_size" in env else None,
         f"commit {env['commit'][:12]}" if env.get("commit") else None,
         f"started {env['started'][:16].replace('T', ' ')}" if "started" in env else None,
     ]
     return " · ".join(fact for fact in facts if fact)
-
-
-def _hardware(environment: dict) -> str:
-    """Describe the hardware: '8 ranks, NVIDIA H200', '2 ranks on a CPU (x86_64)'."""
-    device = environment["device"]
-    where = f" on a CPU ({device})" if device in ("x86_64", "aarch64", "arm64", "AMD64", "") else f", {device}"
-    return counted(environment["world_size"], "rank") + where
 
 
 def _comparison(headlines: list[dict[str, str]]) -> Rows:
@@ -191,8 +183,8 @@ def _causes(run: Run) -> list[tuple[str, str, str]]:
 
 def _settings(run: Run) -> list[tuple[str, str, bool]]:
     """Return (flag, value, whether it differs from the default)."""
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    return [(_option(name), _value(value), _differs(value, defaults.get(name))) for name, value in run.config.items()]
+    defaults = vars(TrainConfig())
+    return [(_option(name), _value(value), value != defaults.get(name)) for name, value in run.config.items()]
 
 
 def _environment(runs: list[Run]) -> Rows:
@@ -205,10 +197,6 @@ def _environment(runs: list[Run]) -> Rows:
 
 def _median(run: Run, key: str) -> float:
     return median([record[key] for record in run.train if key in record] or [0.0])
-
-
-def _differs(value: object, default: object) -> bool:
-    return value not in (default, {}) if default is dataclasses.MISSING else value != default
 
 
 def _option(name: str) -> str:

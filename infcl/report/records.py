@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 class Run:
     root: Path
     name: str
-    train: list[dict]  # one record per step
+    train: list[dict]  # one record per step; read_run adds "seconds", the time in steps so far
     evaluations: dict[str, list[dict]]  # "retrieval", "zero_shot", ... -> records
     config: dict
     environment: dict
@@ -20,36 +20,25 @@ class Run:
 
     @property
     def last(self) -> dict:
-        return self.train[-1] if self.train else {}
-
-    @property
-    def finished(self) -> bool:
-        return self.summary is not None
+        return self.train[-1]
 
 
 def read_run(root: str | Path) -> Run:
-    """Read a run folder.
-
-    Raises:
-        ValueError: the folder is not a run's, or has no step yet.
-    """
+    """Read a run folder. Raises ValueError if the folder is not a run's, or has no step yet."""
     root = Path(root)
     metrics = root / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{root}: not a run folder (no metrics.jsonl)")
-    records = _by_kind(metrics)
-    run = Run(
-        root=root,
-        name=root.resolve().name,
-        train=records.pop("train", []),
-        evaluations=dict(sorted(records.items())),
-        config=_json(root / "config.json") or {},
-        environment=_json(root / "environment.json") or {},
-        summary=_json(root / "summary.json"),
-    )
-    if not run.train:
+    evaluations = _by_kind(metrics)
+    if not (train := evaluations.pop("train", [])):
         raise ValueError(f"{metrics}: no step yet")
-    return run
+    seen, seconds = 0, 0.0
+    for record in train:
+        seconds += (record["samples_seen"] - seen) / (record.get("samples_per_second") or float("inf"))
+        record["seconds"], seen = seconds, record["samples_seen"]
+    config, environment, summary = (_json(root / f"{name}.json") for name in ("config", "environment", "summary"))
+    name = root.resolve().name
+    return Run(root, name, train, dict(sorted(evaluations.items())), config or {}, environment or {}, summary)
 
 
 def read_metrics(path: Path, kind: str) -> list[dict]:

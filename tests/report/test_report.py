@@ -11,8 +11,8 @@ from infcl.convert.export import export_model
 from infcl.models import CLIP, load_model_config
 from infcl.report import drawing, read_metrics
 from infcl.report.__main__ import main
-from infcl.report.charts import Chart, Series, train_charts
-from infcl.report.drawing import draw_loss_curve, draw_svg, smooth, tick_labels
+from infcl.report.charts import Chart, Series, smooth, train_charts
+from infcl.report.drawing import draw_loss_curve, draw_svg, short
 from infcl.report.gallery import Gallery, retrieval_gallery
 from infcl.report.page import _difference, headline, write_report
 from infcl.report.records import read_run
@@ -152,7 +152,7 @@ def test_no_tile_of_a_run_stands_alone_in_the_last_row(count, tmp_path, monkeypa
 
 def test_the_training_time_is_that_of_the_steps(tmp_path):
     run = read_run(write_run(tmp_path / "run"))
-    (chart,) = [chart for chart in train_charts([run])["Learning"] if chart.name == "loss_time"]
+    (chart,) = [chart for chart in train_charts([run])["Learning"] if chart.title == "Loss against training time"]
     assert chart.series[0].xs[-1] == pytest.approx(sum(64 / (100 + step) for step in range(1, 31)))  # seconds
 
 
@@ -218,10 +218,10 @@ def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path
 @pytest.mark.parametrize("percent", [False, True])
 def test_no_label_of_an_axis_repeats(low, high, percent):
     series = Series("y", [1.0, 2.0], [low, high], 0)
-    svg = draw_svg(Chart("c", "c", "y", percent=percent, series=[series]))
+    svg = draw_svg(Chart("c", "y", percent=percent, series=[series]))
     labels = re.findall(r">(-?\d[^<]*)</text>", svg[svg.index('id="matplotlib.axis_2"') :])
     assert len(set(labels)) == len(labels) > 2
-    assert tick_labels([0, 12_500_000, 0.003, 950]) == ["0", "12.5M", "0.003", "950"]
+    assert [short(mark) for mark in (0, 12_500_000, 0.003, 950)] == ["0", "12.5M", "0.003", "950"]
 
 
 def test_the_reports_counts_of_skipped_samples_agree(tmp_path):
@@ -237,9 +237,9 @@ def test_smoothing_is_centred_and_keeps_lines():
 
 
 def test_a_chart_has_short_marks_and_starts_at_zero():
-    series = Series("top-1", [50_000.0, 100_000.0], [0.5, 1.0], colour=0, points=True)
-    chart = Chart("x", "Accuracy", "share", percent=True, from_zero=True, series=[series])
-    figure = drawing._figure(chart, (7, 4))
+    series = Series("top-1", [50_000.0, 100_000.0], [0.5, 1.0], colour=0)
+    chart = Chart("Accuracy", "share", percent=True, from_zero=True, series=[series])
+    figure = drawing._figure([chart], (7, 4))
     figure.canvas.draw()
     (axis,) = figure.axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["0%", "20%", "40%", "60%", "80%", "100%"]
@@ -251,7 +251,7 @@ def test_curves_of_a_single_step_or_a_constant_are_drawn():
         xs = [64.0 * (n + 1) for n in range(len(ys))]
         for options in ({}, {"log": True}, {"percent": True, "from_zero": True}):
             series = [Series("y", xs, ys, 0, noisy=True)]
-            assert "nan" not in draw_svg(Chart("c", "constant", "y", series=series, **options))
+            assert "nan" not in draw_svg(Chart("constant", "y", series=series, **options))
 
 
 def test_the_curve_of_a_run_without_a_loss_is_drawn(tmp_path):
@@ -263,7 +263,7 @@ def test_the_curve_of_a_run_without_a_loss_is_drawn(tmp_path):
 def test_a_long_noisy_run_makes_no_large_picture_and_keeps_its_spikes():
     ys = [2.0 + n % 7 / 10 for n in range(100_000)]
     ys[5000:5400] = [9.0] * 400
-    svg = draw_svg(Chart("c", "long", "y", series=[Series("y", [float(n) for n in range(len(ys))], ys, 0, noisy=True)]))
+    svg = draw_svg(Chart("long", "y", series=[Series("y", [float(n) for n in range(len(ys))], ys, 0, noisy=True)]))
     assert len(svg) < 100_000
     heights = [float(y) for y in re.findall(r"L [\d.]+ ([\d.]+)", svg)]
     assert min(heights) < 20
