@@ -7,7 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -16,7 +16,6 @@ from infcl.report.charts import evaluation_charts, train_charts
 from infcl.report.drawing import draw_svg
 from infcl.report.gallery import retrieval_gallery
 from infcl.report.records import Run
-from infcl.report.summary import skipped_by_cause
 
 PHASES = ("data", "encode", "loss", "replay", "step")
 _SHARES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "top1": "top-1", "top5": "top-5"}
@@ -29,39 +28,36 @@ Rows = list[tuple[str, list[str]]]  # (label, one value per run)
 def write_report(runs: list[Run], out: Path) -> Path:
     """Write `out`/index.html (compare_B.html for runs A, B). Return the page's path."""
     out.mkdir(parents=True, exist_ok=True)
-    stem = "index" if len(runs) == 1 else "compare_" + "_".join(run.name for run in runs[1:])
-    page = out / f"{stem}.html"
-    page.write_text(render_page(runs), encoding="utf-8")
-    return page
-
-
-def render_page(runs: list[Run]) -> str:
-    """Return the page as HTML text."""
-    templates = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
-    templates.globals.update(draw_svg=draw_svg, causes=_causes, settings=_settings)
+    first, *others = runs
     headlines = [headline(run) for run in runs]
-    first = runs[0]
-    # Only a page of one run has tiles. Choose the number of columns so that no tile is alone in the last row.
-    columns = max((6, 5, 4), key=lambda count: (len(headlines[0]) - 1) % count)
-    templates.globals.update(runs=runs, several=len(runs) > 1)
-    return templates.get_template("page.html").render(
+    templates = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
+    text = templates.get_template("page.html").render(
+        runs=runs,
+        several=len(runs) > 1,
         title=" vs ".join(run.name for run in runs),
         style=(_HERE / "style.css").read_text(),
         script=(_HERE / "read_out.js").read_text(),
+        draw_svg=draw_svg,
         facts=_facts(first),
         headlines=headlines,
-        columns=columns,
-        comparison=_comparison(headlines),
-        differences=[f"{run.name} − {first.name}" for run in runs[1:]],
+        # of the tiles, which only a page of one run has: no tile is alone in the last row
+        columns=max((6, 5, 4), key=lambda count: (len(headlines[0]) - 1) % count),
+        comparison=[(name, row + [_difference(row[0], one) for one in row[1:]]) for name, row in _rows(headlines)],
+        differences=[f"{run.name} − {first.name}" for run in others],
         flags=_differing_flags(runs),
         groups=train_charts(runs),
         phases=_phases(runs),
         evaluations=evaluation_charts(runs),
-        evaluation=_last_evaluations(runs),
+        evaluation=_rows([_last_evaluations(run) for run in runs]),
         galleries=[(run, retrieval_gallery(run)) for run in runs],
-        environment=_environment(runs),
+        causes=_causes,
+        settings=_settings,
+        environment=_rows([_environment(run) for run in runs]),
         now=time.strftime("%Y-%m-%d %H:%M"),
     )
+    page = out / f"{'_'.join(['compare', *(run.name for run in others)]) if others else 'index'}.html"
+    page.write_text(text, encoding="utf-8")
+    return page
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -75,23 +71,23 @@ def headline(run: Run) -> dict[str, str]:
         if summary.get(key) is not None:
             rows[label] = f"{summary[key]:.1%}"
     tail = [record["loss"] for record in run.train[-max(1, len(run.train) // 20) :] if "loss" in record]
-    rows["loss, mean of the last 5%"] = f"{sum(tail) / len(tail):.4f}" if tail else "not finite"
+    rows["loss, mean of the last 5%"] = f"{mean(tail):.4f}" if tail else "not finite"
     rows["steps"] = f"{run.last['step']:,}"
     rows["samples seen"] = f"{run.last['samples_seen']:,}"
     rows["samples/s, median"] = f"{_median(run, 'samples_per_second'):,.0f}"
-    if any("mfu" in record for record in run.train):
-        rows["MFU, median"] = f"{_median(run, 'mfu'):.1%}"
-    if any("data_wait" in record for record in run.train):
-        rows["data wait, median"] = f"{_median(run, 'data_wait'):.1%}"
-    if any(record.get("text_share", 1) < 1 for record in run.train):
-        rows["caption tokens encoded, of padded captions"] = f"{_median(run, 'text_share'):.1%}"
+    for key, label in (
+        ("mfu", "MFU, median"),
+        ("data_wait", "data wait, median"),
+        ("text_share", "caption tokens encoded, of padded captions"),
+    ):
+        if any(record.get(key, 1) != 1 for record in run.train):
+            rows[label] = f"{_median(run, key):.1%}"
     peak = summary.get("peak_memory_mb") or max(record.get("peak_memory_mb", 0) for record in run.train)
     rows["peak memory per rank"] = f"{peak:,.0f} MiB"
     if run.summary:
         rows["training time"] = _duration(summary["train_seconds"])
-        counts = skipped_by_cause(summary["data"])
         for label, group in (("samples skipped", "skipped/"), ("samples left out by the index", "index/")):
-            rows[label] = f"{sum(n for name, n in counts.items() if name.startswith(group)):,}"
+            rows[label] = f"{sum(n for name, n in summary['data'].items() if name.startswith(group)):,}"
     rows["steps skipped"] = f"{run.last.get('skipped_steps', 0):,.0f}"
     return rows
 
@@ -106,11 +102,6 @@ def _facts(run: Run) -> str:
         f"started {env['started'][:16].replace('T', ' ')}" if "started" in env else None,
     ]
     return " · ".join(fact for fact in facts if fact)
-
-
-def _comparison(headlines: list[dict[str, str]]) -> Rows:
-    """Return rows of one value per run, then the difference of each later run from the first."""
-    return [(name, values + [_difference(values[0], one) for one in values[1:]]) for name, values in _rows(headlines)]
 
 
 def _rows(columns: list[dict[str, str]]) -> Rows:
@@ -150,27 +141,18 @@ def _phases(runs: list[Run]) -> list[tuple[str, str, list[tuple[str, float, floa
     return bars
 
 
-def _last_evaluations(runs: list[Run]) -> Rows:
-    """Return the last evaluation of each kind, one row per direction or task."""
-    return _rows([
-        {line: text for kind, records in run.evaluations.items() for line, text in _results(kind, records[-1]).items()}
-        for run in runs
-    ])  # fmt: skip
-
-
-def _results(kind: str, record: dict) -> dict[str, str]:
-    """Format an evaluation: {"image→text": "R@1 41.8% · R@5 96.1% · ...", "zero-shot": "top-1 90.0% · ..."}."""
+def _last_evaluations(run: Run) -> dict[str, str]:
+    """Return the last evaluations: {"image→text": "R@1 41.8% · R@5 96.1%", "zero-shot": "top-1 90.0%", ...}."""
     lines: dict[str, list[str]] = {}
-    for key, value in record.items():
-        if key in ("kind", "step", "samples_seen"):
-            continue
-        line, name = kind.replace("_", "-"), key
-        for direction in ("image_to_text", "text_to_image"):
-            if key.startswith(direction + "_"):
-                line, name = direction.replace("_to_", "→"), key.removeprefix(direction + "_")
-        share = name in _SHARES
-        text = f"{value:.1%}" if share else f"{value:,.0f}" if value == round(value) else f"{value:,.4g}"
-        lines.setdefault(line, []).append(f"{_SHARES.get(name, name.replace('_', ' '))} {text}")
+    for kind, records in run.evaluations.items():
+        for name, value in records[-1].items():
+            if name in ("kind", "step", "samples_seen"):
+                continue
+            line = kind.replace("_", "-")
+            if match := re.fullmatch("(image|text)_to_(image|text)_(.*)", name):
+                line, name = f"{match[1]}→{match[2]}", match[3]
+            form = ".1%" if name in _SHARES else ",.0f" if value == round(value) else ",.4g"
+            lines.setdefault(line, []).append(f"{_SHARES.get(name, name.replace('_', ' '))} {value:{form}}")
     return {line: " · ".join(parts) for line, parts in lines.items()}
 
 
@@ -187,12 +169,11 @@ def _settings(run: Run) -> list[tuple[str, str, bool]]:
     return [(_option(name), _value(value), value != defaults.get(name)) for name, value in run.config.items()]
 
 
-def _environment(runs: list[Run]) -> Rows:
-    columns = [run.environment | (run.environment.get("packages") or {}) for run in runs]
-    return _rows([
-        {name.replace("_", " "): _value(value) for name, value in column.items() if name not in ("packages", "command")}
-        for column in columns
-    ])  # fmt: skip
+def _environment(run: Run) -> dict[str, str]:
+    values = run.environment | (run.environment.get("packages") or {})
+    return {
+        name.replace("_", " "): _value(value) for name, value in values.items() if name not in ("packages", "command")
+    }
 
 
 def _median(run: Run, key: str) -> float:
