@@ -59,15 +59,12 @@ DEFAULT_LIMITS = ImageLimits()
 def decode_image(
     data: bytes, limits: ImageLimits = DEFAULT_LIMITS, shrink: Callable[[int, int], int] | None = None
 ) -> np.ndarray:
-    """Decode the bytes of an image file to RGB.
+    """Decode the bytes of an image file to RGB, uint8 [H, W, 3].
 
     Args:
         data: the bytes of the file.
         limits: which images are rejected by their header.
         shrink: (height, width) -> 1, 2, 4 or 8. A JPEG is decoded at 1 / that factor of its size, which is faster.
-
-    Returns:
-        uint8 [H, W, 3].
 
     Raises:
         BadSample: the image cannot be decoded or exceeds the limits. No other exception is raised for bad bytes.
@@ -79,7 +76,7 @@ def decode_image(
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             limits.check(width, height)
             _check_scans(data)
-            orientation = _jpeg_orientation(data) if limits.upright else 1
+            orientation = _orientation(data) if limits.upright else 1
             shown = (height, width) if orientation < 5 else (width, height)
             factor = shrink(*shown) if shrink else 1
             smaller = {"min_height": math.ceil(height / factor), "min_width": math.ceil(width / factor)}
@@ -91,7 +88,7 @@ def decode_image(
         image = open_image(data, limits)
         pixels = _rgb(image)
         # after the pixels are read: Pillow applies the orientation of a TIFF itself
-        return _upright(pixels, _orientation(image.getexif)) if limits.upright else pixels
+        return _upright(pixels, _orientation(image)) if limits.upright else pixels
 
 
 def _check_scans(jpeg: bytes) -> None:
@@ -100,24 +97,20 @@ def _check_scans(jpeg: bytes) -> None:
         raise BadSample("too_many_scans", f"a JPEG of {scans} scans, {_MAX_SCANS} allowed")
 
 
-def _jpeg_orientation(data: bytes) -> int:
-    at = data.find(b"Exif\0\0", 0, _EXIF_BYTES)
-    if at < 0:
-        return 1
-    from PIL import Image
-
-    def read_exif() -> Image.Exif:
-        exif = Image.Exif()
-        exif.load(data[at : at - 2 + int.from_bytes(data[at - 2 : at], "big")])
-        return exif
-
-    return _orientation(read_exif)
-
-
-def _orientation(read_exif: "Callable[[], Image.Exif]") -> int:
-    """Return the EXIF orientation, 1 to 8; 1 if it is missing or unreadable."""
+def _orientation(source: "bytes | Image.Image") -> int:
+    """Return the EXIF orientation of a JPEG's bytes or of an image, 1 to 8; 1 if it is missing or unreadable."""
     try:
-        value = read_exif().get(_ORIENTATION, 1)
+        if isinstance(source, bytes):
+            at = source.find(b"Exif\0\0", 0, _EXIF_BYTES)
+            if at < 0:
+                return 1
+            from PIL import Image
+
+            exif = Image.Exif()
+            exif.load(source[at : at - 2 + int.from_bytes(source[at - 2 : at], "big")])
+        else:
+            exif = source.getexif()
+        value = exif.get(_ORIENTATION, 1)
     except Exception:  # Pillow raises many types on malformed EXIF; the image is still usable
         return 1
     return value if value in range(1, 9) else 1

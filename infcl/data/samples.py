@@ -9,7 +9,7 @@ Bytes are only parsed as an image, as text or as JSON. Nothing is unpickled or e
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,14 +37,7 @@ def decode_record(
     random: np.ndarray | None = None,
     shrink: Callable[[int, int], int] | None = None,
 ) -> tuple[np.ndarray, list[str], list[str]]:
-    """Decode the image and all captions of a record.
-
-    Args:
-        record: the undecoded sample.
-        keys: where its captions are.
-        limits: which images are rejected by their header.
-        random: float64 [json keys] in [0, 1), needed if `keys` has json_probs.
-        shrink: see `decode_image`.
+    """Decode the image and all captions of a record; see `decode_image` and `decode_captions`.
 
     Returns:
         The image, uint8 [H, W, 3]; the captions; notes on what was tolerated.
@@ -96,6 +89,7 @@ class DecodedSample(NamedTuple):
     same: int  # equal for duplicates (SampleTexts.same), at least 0
 
 
+@dataclass(frozen=True, eq=False)
 class SampleDecoder:
     """Decoder of records to samples, and of samples to a micro-batch.
 
@@ -103,18 +97,13 @@ class SampleDecoder:
     [m] if `SampleTexts.same` is set. t is SampleTexts.count; the texts of an image are adjacent.
     """
 
-    def __init__(
-        self,
-        tokenizer: AnyTokenizer,
-        transform: TrainTransform,
-        *,
-        seed: int,
-        keys: SampleKeys,
-        limits: ImageLimits,
-        texts: SampleTexts = DEFAULT_TEXTS,
-    ):
-        self.tokenizer, self.transform, self.seed, self.keys, self.limits = tokenizer, transform, seed, keys, limits
-        self.texts = texts
+    tokenizer: AnyTokenizer
+    transform: TrainTransform
+    _: KW_ONLY
+    seed: int
+    keys: SampleKeys
+    limits: ImageLimits
+    texts: SampleTexts = DEFAULT_TEXTS
 
     def batch_bytes(self, size: int) -> int:
         """Return the size in bytes of a micro-batch of `size` samples."""
@@ -122,22 +111,22 @@ class SampleDecoder:
 
     def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> DecodedSample:
         """Decode a record. (seed, epoch, position) determine all random choices. Raises BadSample."""
-        choice = None
-        if self.keys.json_probs:
-            raw = draw(self.seed, epoch, position, stream=_CAPTION_STREAM, count=len(self.keys.json_keys))
-            choice = uniforms(raw)
-        random = uniforms(draw(self.seed, epoch, position, stream=_TRANSFORM_STREAM, count=TRANSFORM_DRAWS))
 
-        def shrink(height: int, width: int) -> int:
-            return self.transform.shrink(height, width, random)
+        def numbers(stream: int, count: int) -> np.ndarray:
+            return draw(self.seed, epoch, position, stream=stream, count=count)
 
         def some(texts: list[str], count: int, stream: int) -> list[str]:
-            if len(texts) == 1:
-                return texts * count
-            order = np.argsort(draw(self.seed, epoch, position, stream=stream, count=len(texts)), kind="stable")
+            order = np.argsort(numbers(stream, len(texts)), kind="stable") if len(texts) > 1 else [0]
             return [texts[order[i % len(texts)]] for i in range(count)]
 
-        image, captions, notes = decode_record(record, keys=self.keys, limits=self.limits, random=choice, shrink=shrink)
+        random = uniforms(numbers(_TRANSFORM_STREAM, TRANSFORM_DRAWS))
+        image, captions, notes = decode_record(
+            record,
+            keys=self.keys,
+            limits=self.limits,
+            random=uniforms(numbers(_CAPTION_STREAM, len(self.keys.json_keys))) if self.keys.json_probs else None,
+            shrink=lambda height, width: self.transform.shrink(height, width, random),
+        )
         texts = some(captions, self.texts.captions, _CHOICE_STREAM)
         values = _json_of(record) if self.texts.needs_json else {}
         same = _same_id(self.texts.same, record.image or b"", texts[0], values)

@@ -6,6 +6,8 @@ torchvision's ColorJitter. They run in float32, with one rounding at the end. Th
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,7 @@ TRANSFORM_DRAWS = _CROP_DRAWS + 2 + JITTER_DRAWS  # random numbers that TrainTra
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
+@dataclass(eq=False)
 class TrainTransform:
     """RandomResizedCrop on uint8 with antialiased bicubic resizing, then optional flip, colour jitter and greyscale.
 
@@ -33,7 +36,7 @@ class TrainTransform:
         scale: range of the crop's area, as a fraction of the image.
         ratio: range of the crop's aspect ratio, width / height.
         hflip: probability of a horizontal flip; 0 by default, since captions mention left and right.
-        color_jitter: (brightness, contrast, saturation, hue), as in open_clip.
+        color_jitter: (brightness, contrast, saturation, hue), as in open_clip; a missing hue is 0.
         color_jitter_prob: probability of the colour jitter.
         gray_scale_prob: probability of greyscale.
         scaled_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size if the crop keeps at least 1.5 S pixels per side.
@@ -43,37 +46,36 @@ class TrainTransform:
         ValueError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        image_size: int,
-        *,
-        scale: tuple[float, float] = (0.9, 1.0),
-        ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        hflip: float = 0.0,
-        color_jitter: tuple[float, ...] | None = None,
-        color_jitter_prob: float = 0.0,
-        gray_scale_prob: float = 0.0,
-        scaled_decode: bool = False,
-    ):
-        probability = "a probability, 0 to 1"
-        for name, value, is_valid, needed in (
-            ("scale", scale, _is_range(scale, 1), "(low, high) with 0 < low <= high <= 1 (shares of the image's area)"),
-            ("ratio", ratio, _is_range(ratio, math.inf), "(low, high) with 0 < low <= high"),
-            ("hflip", hflip, _is_probability(hflip), probability),
-            ("color_jitter_prob", color_jitter_prob, _is_probability(color_jitter_prob), probability),
-            ("gray_scale_prob", gray_scale_prob, _is_probability(gray_scale_prob), probability),
-            ("scaled_decode", scaled_decode, isinstance(scaled_decode, bool), "True or False"),
+    image_size: int
+    _: KW_ONLY
+    scale: tuple[float, float] = (0.9, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    hflip: float = 0.0
+    color_jitter: tuple[float, ...] | None = None
+    color_jitter_prob: float = 0.0
+    gray_scale_prob: float = 0.0
+    scaled_decode: bool = False
+
+    def __post_init__(self) -> None:
+        probabilities = ("hflip", "color_jitter_prob", "gray_scale_prob")
+        for name, is_valid, needed in (
+            ("scale", _is_range(self.scale, 1), "(low, high) with 0 < low <= high <= 1 (shares of the image's area)"),
+            ("ratio", _is_range(self.ratio, math.inf), "(low, high) with 0 < low <= high"),
+            *((name, _is_number(getattr(self, name), 0, 1), "a probability, 0 to 1") for name in probabilities),
+            ("scaled_decode", isinstance(self.scaled_decode, bool), "True or False"),
         ):
             if not is_valid:
-                raise ValueError(f"{name} {value}: need {needed}")
-        if (color_jitter is None) != (color_jitter_prob == 0):
+                raise ValueError(f"{name} {getattr(self, name)}: need {needed}")
+        given = self.color_jitter
+        if (given is None) != (self.color_jitter_prob == 0):
             raise ValueError(
-                f"color_jitter {color_jitter} and color_jitter_prob {color_jitter_prob} only work together: give both"
+                f"color_jitter {given} and color_jitter_prob {self.color_jitter_prob} only work together: give both"
             )
-        self.image_size, self.scale, self.ratio, self.hflip = image_size, scale, ratio, hflip
-        self.color_jitter = None if color_jitter is None else _checked_jitter(color_jitter)
-        self.color_jitter_prob, self.gray_scale_prob = color_jitter_prob, gray_scale_prob
-        self.scaled_decode = scaled_decode
+        if given is not None:
+            amounts = tuple(given) if isinstance(given, (tuple, list)) else ()
+            self.color_jitter = (*amounts, 0.0) if len(amounts) == 3 else amounts
+            if len(self.color_jitter) != 4 or min(self.color_jitter) < 0 or self.color_jitter[3] > 0.5:
+                raise ValueError(f"color_jitter {given}: (brightness, contrast, saturation, hue) >= 0 with hue <= 0.5")
 
     def __call__(self, image: np.ndarray, random: np.ndarray) -> torch.Tensor:
         """Transform uint8 [H, W, 3] to uint8 [3, S, S], with random float64 [TRANSFORM_DRAWS] in [0, 1)."""
@@ -104,25 +106,16 @@ class TrainTransform:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-def _is_probability(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value <= 1
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and least <= value <= most
 
 
 def _is_range(value: Any, most: float) -> bool:
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    return is_pair and all(isinstance(v, (int, float)) for v in value) and 0 < value[0] <= value[1] <= most
+    return is_pair and all(_is_number(v, 0, most) for v in value) and 0 < value[0] <= value[1]
 
 
-def _checked_jitter(amounts: Any) -> tuple[float, float, float, float]:
-    """Return (brightness, contrast, saturation, hue); a missing hue is 0."""
-    given = amounts if isinstance(amounts, (tuple, list)) else ()
-    full = (*given, 0.0) if len(given) == 3 else tuple(given)
-    if len(full) != 4 or min(full) < 0 or full[3] > 0.5:
-        raise ValueError(f"color_jitter {amounts}: (brightness, contrast, saturation, hue) >= 0 with hue <= 0.5")
-    return full
-
-
-def jitter(pixels: torch.Tensor, amounts: tuple[float, float, float, float], random: np.ndarray) -> torch.Tensor:
+def jitter(pixels: torch.Tensor, amounts: Sequence[float], random: np.ndarray) -> torch.Tensor:
     """Jitter the colours of uint8 [3, H, W], with the operations in random order.
 
     Args:
@@ -130,25 +123,21 @@ def jitter(pixels: torch.Tensor, amounts: tuple[float, float, float, float], ran
         amounts: (brightness, contrast, saturation, hue). Each factor is drawn from [max(0, 1 - a), 1 + a], the hue
             shift from [-h, h] turns.
         random: float64 [JITTER_DRAWS] in [0, 1).
-
-    Returns:
-        uint8 [3, H, W].
     """
     image = pixels.float() / 255
     for operation in np.argsort(random[:4]).tolist():
         amount, u = amounts[operation], float(random[4 + operation])
+        low = max(0.0, 1 - amount)
+        factor = low + (1 + amount - low) * u
         if amount == 0:
             continue
         if operation == 3:
             image = shift_hue(image, amount * (2 * u - 1))
-            continue
-        low = max(0.0, 1 - amount)
-        factor = low + (1 + amount - low) * u
-        mixed = image * factor
-        if operation > 0:
-            grey_image = luma(image)
-            mixed += (grey_image.mean() if operation == 1 else grey_image) * (1 - factor)
-        image = mixed.clamp_(0, 1)
+        elif operation == 0:
+            image = (image * factor).clamp_(0, 1)
+        else:
+            grey_image = luma(image).mean() if operation == 1 else luma(image)
+            image = (image * factor + grey_image * (1 - factor)).clamp_(0, 1)
     return _to_bytes(image)
 
 
@@ -168,12 +157,8 @@ def shift_hue(image: torch.Tensor, turns: float) -> torch.Tensor:
     chroma = value - least
     safe = chroma.clamp(min=1e-12)
     red, green, blue = image
-    hue = torch.where(
-        value == red,
-        (green - blue) / safe,
-        torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
-    )  # in sixths of a turn
-    hue = (hue + 6 * turns) % 6
+    other_hue = torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
+    hue = (torch.where(value == red, (green - blue) / safe, other_hue) + 6 * turns) % 6  # in sixths of a turn
     offsets = torch.tensor([5.0, 3.0, 1.0]).view(3, 1, 1)
     k = (offsets + hue) % 6  # Smith 1978, as f(n) = V - C max(0, min(k, 4 - k, 1))
     return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
