@@ -10,13 +10,10 @@
     DIR/demo.json                       the parameters; written last, so its folder is complete
 
 Members are png + txt + json under a nine-digit key, as img2dataset writes them. The same parameters give the same
-bytes. A digit image shows one digit in one of four corners, white on black or black on white. The same 40 bitmaps of
-each class are held out for every seed. A scene shows two coloured shapes in a spatial relation. Held-out compositions
-never occur in training. No two held-out scenes have the same pair of objects on the same background, so retrieval does
-not depend on the spatial relation.
-
-The images are drawn in numpy with elementwise IEEE arithmetic alone, so the pixels are the same on every machine and do
-not depend on the version of a drawing library. Shapes are signed distance functions with a soft edge of one pixel.
+bytes: numpy draws the images with elementwise IEEE arithmetic alone. A digit image shows one digit in one of four
+corners, white on black or black on white. The same 40 bitmaps of each class are held out for every seed. A scene shows
+two coloured shapes in a spatial relation. Held-out compositions never occur in training. No two held-out scenes have
+the same pair of objects on the same background, so retrieval does not depend on the spatial relation.
 
 The digits are the 1,797 bitmaps of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI
 Machine Learning Repository, doi.org/10.24432/C50P49), the copy that scikit-learn ships, licensed CC BY 4.0.
@@ -29,15 +26,17 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from pathlib import Path
 
 import numpy as np
 
 from infcl.config import OneLineParser
 from infcl.data.plan import draw, random_order, uniforms
+from infcl.data.records import ShardReader
+from infcl.data.shards import load_manifest
 from infcl.data.tokenizer import Tokenizer
-from infcl.data.tokenizer.learn import shard_captions, train_tokenizer
+from infcl.data.tokenizer.learn import captions_of, train_tokenizer
 
 SIZE = 32
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -74,7 +73,6 @@ PLACES = {  # of a digit: (down, right) position of its square, as fractions of 
     "bottom left": (1.0, 0.0),
     "bottom right": (1.0, 1.0),
 }
-SCENE_DRAWS, DIGIT_DRAWS = 15, 5
 
 _CENTRES = np.arange(SIZE) + 0.5
 
@@ -82,57 +80,44 @@ Pair = tuple[np.ndarray, str, dict]  # uint8 [32, 32, 3], caption, metadata
 
 
 def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0) -> Path:
-    """Render the shards and train the tokenizer unless they exist. Return the folder."""
-    folder = render_demo(folder, num_train=num_train, seed=seed)
-    model = folder / "tokenizer.model"
-    if not model.exists():
-        train_tokenizer(shard_captions(str(folder / "train"), num_train), model, VOCAB_SIZE)
-    return folder
+    """Write the shards of `num_train` training pairs and the tokenizer, unless they exist. Return the folder.
 
-
-def render_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int = 0) -> Path:
-    """Render all shards into a temporary folder and rename it. Reuse a finished folder with the same parameters.
-
-    Args:
-        folder: where the data set is written.
-        num_train: number of training samples.
-        seed: of the images and captions.
-
-    Raises:
-        ValueError: `folder` has other contents.
+    The shards are written to a temporary folder, which is renamed. Raises ValueError if `folder` has other contents.
     """
     folder = Path(folder)
+    finished, model = folder / "demo.json", folder / "tokenizer.model"
     parameters = {"num_train": num_train, "seed": seed, "version": 2}
-    if (folder / "demo.json").exists():
-        found = json.loads((folder / "demo.json").read_text())
-        if found != parameters:
-            raise ValueError(f"{folder} holds a demo data set of {found}, not {parameters}: remove it, or use another")
-        return folder
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and holds no finished demo data set: use another folder")
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    try:
-        scenes = (_scene(scene, seed, _VAL, i) for i, scene in enumerate(_compositions(seed)[0]))
-        digits = (_digit(number, seed, _ZEROSHOT, i) for i, number in enumerate(load_digits()[3].tolist()))
-        _write_shards(temporary / "train", train_pairs(num_train, seed), num_train, SHARD_WEIGHTS)
-        _write_shards(temporary / "val", scenes, VAL_SCENES, VAL_WEIGHTS)
-        _write_shards(temporary / "zeroshot", digits, 10 * HELD_OUT_PER_CLASS, (1,))
-        (temporary / "zeroshot" / "classnames.txt").write_text("\n".join(DIGIT_NAMES) + "\n")
-        (temporary / "zeroshot" / "templates.txt").write_text("\n".join(prompt_templates()) + "\n")
-        (temporary / "demo.json").write_text(json.dumps(parameters) + "\n")
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    if not finished.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty and holds no finished demo data set: use another folder")
+        temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        try:
+            _render(temporary, num_train, seed)
+            (temporary / finished.name).write_text(json.dumps(parameters) + "\n")
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    if (found := json.loads(finished.read_text())) != parameters:
+        raise ValueError(f"{folder} holds a demo data set of {found}, not {parameters}: remove it, or use another")
+    if not model.exists():
+        reader = ShardReader(load_manifest(str(folder / "train")))
+        train_tokenizer(captions_of(reader, num_train), model, VOCAB_SIZE)
     return folder
 
 
-def prompt_templates() -> list[str]:
-    """Return prompts for zero-shot classification: the training caption for each corner and colouring."""
-    return [
+def _render(folder: Path, num_train: int, seed: int) -> None:
+    scenes = (_scene(scene, seed, _VAL, i) for i, scene in enumerate(_compositions(seed)[0]))
+    digits = (_digit(number, seed, _ZEROSHOT, i) for i, number in enumerate(load_digits()[3].tolist()))
+    _write_shards(folder / "train", train_pairs(num_train, seed), num_train, SHARD_WEIGHTS)
+    _write_shards(folder / "val", scenes, VAL_SCENES, VAL_WEIGHTS)
+    _write_shards(folder / "zeroshot", digits, 10 * HELD_OUT_PER_CLASS, (1,))
+    prompts = [
         _DIGIT_CAPTION.format(digit="{}", place=place, ink=ink, paper=paper)
         for place in PLACES
         for ink, paper in (("white", "black"), ("black", "white"))
     ]
+    for name, lines in (("classnames.txt", DIGIT_NAMES), ("templates.txt", prompts)):
+        (folder / "zeroshot" / name).write_text("\n".join(lines) + "\n")
 
 
 @cache
@@ -161,13 +146,7 @@ def train_pairs(count: int, seed: int) -> Iterator[Pair]:
 @cache
 def _compositions(seed: int) -> tuple[list[tuple], list[tuple]]:
     """Return the held-out and the training scenes, each as ((object, object), horizontal, background)."""
-    objects = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    scenes = [
-        ((a, b), horizontal, background)
-        for a, b in permutations(objects, 2)
-        for horizontal in (True, False)
-        for background in BACKGROUNDS
-    ]
+    scenes = list(product(permutations(product(COLOURS, SHAPES), 2), (True, False), BACKGROUNDS))
     held_out: list[tuple] = []
     training: list[tuple] = []
     words: set[tuple] = set()
@@ -181,18 +160,28 @@ def _compositions(seed: int) -> tuple[list[tuple], list[tuple]]:
 
 
 def _digit(number: int, seed: int, split: int, i: int) -> Pair:
+    """Draw a bitmap in one of four corners, light on dark or the reverse."""
     bitmaps, labels, _, _ = load_digits()
-    u = uniforms(draw(seed, split, i, stream=2, count=DIGIT_DRAWS + 3))
+    u = uniforms(draw(seed, split, i, stream=2, count=8))
     place, light_on_dark = list(PLACES)[int(u[0] * len(PLACES))], bool(u[1] < 0.5)
     ink, paper = ("white", "black") if light_on_dark else ("black", "white")
     caption = _DIGIT_CAPTION.format(digit=DIGIT_NAMES[labels[number]], place=place, ink=ink, paper=paper)
-    picture = draw_digit(bitmaps[number], place, light_on_dark, u[3:])
+    side = 20 + int(3 * u[3])  # 20..22 pixels
+    room = SIZE - side
+    top, left = (  # a margin of at least one pixel: some strokes reach the bitmap's edge
+        min(room - 1, max(1, round(room * fraction + 2 * (r - 0.5)))) for fraction, r in zip(PLACES[place], u[4:6])
+    )
+    strokes = np.zeros((SIZE, SIZE))
+    strokes[top : top + side, left : left + side] = _enlarge(_enlarge(bitmaps[number] / 16.0, side).T, side).T
+    dark, light = 25 * u[6], 255 - 25 * u[7]
+    grey = dark + (light - dark) * (strokes if light_on_dark else 1 - strokes)
+    picture = _quantise(np.repeat(grey[:, :, None], 3, axis=2))
     return picture, caption, {"label": int(labels[number]), "digit": number}
 
 
 def _scene(composition: tuple, seed: int, split: int, i: int) -> Pair:
     (first, second), horizontal, background = composition
-    u = uniforms(draw(seed, split, i, stream=2, count=SCENE_DRAWS + 1))
+    u = uniforms(draw(seed, split, i, stream=2, count=16))
     relation, inverse = _RELATIONS[horizontal]
     caption = _SCENE_CAPTIONS[int(u[0] * len(_SCENE_CAPTIONS))].format(
         first=" ".join(first), second=" ".join(second), relation=relation, inverse=inverse, background=background
@@ -203,7 +192,7 @@ def _scene(composition: tuple, seed: int, split: int, i: int) -> Pair:
 def draw_scene(
     objects: tuple[tuple[str, str], tuple[str, str]], horizontal: bool, background: str, random: np.ndarray
 ) -> np.ndarray:
-    """Draw two (colour, shape) objects, the first left of the second or above it. random: float64 [SCENE_DRAWS]."""
+    """Draw two (colour, shape) objects, the first left of the second or above it. random: float64 [15]."""
     u = random * 2 - 1  # [-1, 1)
     picture = np.ones((SIZE, SIZE, 3)) * BACKGROUNDS[background] + 6 * u[12:15]
     for i, (colour, shape) in enumerate(objects):
@@ -214,20 +203,6 @@ def draw_scene(
         cover = np.clip(0.5 - distance, 0, 1)[:, :, None]  # [S, S, 1]
         picture = picture * (1 - cover) + cover * (COLOURS[colour] + 14 * jitter[3:6])
     return _quantise(picture)
-
-
-def draw_digit(bitmap: np.ndarray, place: str, light_on_dark: bool, random: np.ndarray) -> np.ndarray:
-    """Draw an 8 x 8 bitmap (0..16) at one of PLACES, light on dark or the reverse. random: float64 [DIGIT_DRAWS]."""
-    side = 20 + int(3 * random[0])  # 20..22 pixels
-    room = SIZE - side
-    top, left = (  # a margin of at least one pixel: some strokes reach the bitmap's edge
-        min(room - 1, max(1, round(room * fraction + 2 * (r - 0.5)))) for fraction, r in zip(PLACES[place], random[1:3])
-    )
-    ink = np.zeros((SIZE, SIZE))
-    ink[top : top + side, left : left + side] = _enlarge(_enlarge(bitmap / 16.0, side).T, side).T
-    dark, light = 25 * random[3], 255 - 25 * random[4]
-    grey = dark + (light - dark) * (ink if light_on_dark else 1 - ink)
-    return _quantise(np.repeat(grey[:, :, None], 3, axis=2))
 
 
 def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarray:
@@ -263,15 +238,14 @@ def _write_shards(folder: Path, pairs: Iterator[Pair], count: int, weights: Sequ
     from webdataset import TarWriter
 
     folder.mkdir(parents=True)
-    ends = np.cumsum(weights) * count // sum(weights)
-    for shard, size in enumerate(np.diff(ends, prepend=0).tolist()):
+    sizes = np.diff(np.cumsum(weights) * count // sum(weights), prepend=0)
+    for shard, size in enumerate(sizes.tolist()):
         # mtime=0 and bytes only: the same pairs give the same file
         with TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False, mtime=0) as writer:
             for i, (picture, caption, metadata) in enumerate(islice(pairs, size)):
                 png, key = io.BytesIO(), f"{shard:05d}{i:04d}"
                 Image.fromarray(picture).save(png, "PNG")
-                height, width, _ = picture.shape
-                metadata = {"key": key, "caption": caption, "width": width, "height": height, **metadata}
+                metadata = {"key": key, "caption": caption, "width": SIZE, "height": SIZE, **metadata}
                 members = {"png": png.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
                 writer.write({"__key__": key, **members})
 

@@ -26,7 +26,7 @@ def test_the_same_parameters_give_the_same_bytes(folder, tmp_path):
     again = demo.prepare_demo(tmp_path / "again", num_train=600, seed=3)
     assert hashes(again) == hashes(folder)
     assert [p.name for p in tmp_path.iterdir()] == ["again"]  # no temporary folder stays
-    other = demo.render_demo(tmp_path / "other", num_train=600, seed=4)
+    other = demo.prepare_demo(tmp_path / "other", num_train=600, seed=4)
     assert hashes(other)["train/00000.tar"] != hashes(folder)["train/00000.tar"]
 
 
@@ -49,10 +49,10 @@ def test_a_finished_folder_is_reused_and_any_other_is_left_alone(folder, tmp_pat
     assert demo.prepare_demo(folder, num_train=600, seed=3) == folder
     assert (folder / "demo.json").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="holds a demo data set of .*600.*remove it, or use another"):
-        demo.render_demo(folder, num_train=601, seed=3)
+        demo.prepare_demo(folder, num_train=601, seed=3)
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match="not empty"):
-        demo.render_demo(tmp_path)
+        demo.prepare_demo(tmp_path)
     with pytest.raises(SystemExit):
         demo.main(["--out", str(folder), "--num-train", "5"])
     assert f"error: {folder} holds a demo data set of" in capsys.readouterr().err

@@ -6,11 +6,13 @@ import string
 import pytest
 import torch
 
-from infcl.data.index import SampleKeys
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.records import ShardReader
+from infcl.data.shards import load_manifest
 from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, repair
 from infcl.data.tokenizer.__main__ import main
-from infcl.data.tokenizer.learn import captions_of, shard_captions, train_tokenizer
+from infcl.data.tokenizer.learn import captions_of, train_tokenizer
 from infcl.data.tokenizer.open_clip import OpenClipTokenizer
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import write_shards
@@ -23,6 +25,10 @@ CAPTIONS = [
     for where in ("above", "below", "left of")
     for other in ("house", "tree", "cloud")
 ]
+
+
+def shard_captions(folder: str, limit: int, keys: SampleKeys = DEFAULT_KEYS) -> list[str]:
+    return list(captions_of(ShardReader(load_manifest(folder, keys=keys), keys), limit))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +142,7 @@ def test_a_model_with_other_special_ids_is_rejected(tmp_path):
 
 def test_the_command_learns_from_shards(tmp_path, capsys):
     folder = write_shards(tmp_path / "a", [30, 10])
-    assert len(list(shard_captions(folder, 1000))) == 40 and len(list(shard_captions(folder, 7))) == 7
+    assert len(shard_captions(folder, 1000)) == 40 and len(shard_captions(folder, 7)) == 7
     out = tmp_path / "new" / "x.model"
     main(["train", "--train-data", folder, "--vocab-size", "30", "--model-type", "bpe", "--out", str(out)])
     assert Tokenizer(out).vocab_size == 30 and "30 pieces" in capsys.readouterr().out
@@ -145,11 +151,11 @@ def test_the_command_learns_from_shards(tmp_path, capsys):
             main(["train", "--train-data", folder, "--vocab-size", "30", "--out", nowhere])
         assert "name a file in a folder that can be written to" in capsys.readouterr().err
     keys = SampleKeys(json_text="caption")
-    assert all(caption.startswith("from json") for caption in shard_captions(folder, 9, keys=keys))
+    assert all(caption.startswith("from json") for caption in shard_captions(folder, 9, keys))
 
 
 def test_the_command_learns_from_tables_what_it_learns_from_shards(tmp_path, capsys):
-    captions = list(shard_captions(write_shards(tmp_path / "a", [30, 10]), 1000))
+    captions = shard_captions(write_shards(tmp_path / "a", [30, 10]), 1000)
     (tmp_path / "x.jpg").write_bytes(b"")
     (tmp_path / "t.csv").write_text("\n".join(["title;filepath", *(f"{caption};x.jpg" for caption in captions)]))
     assert sorted(captions_of(TableReader(str(tmp_path / "t.csv"), columns=TableColumns(";")), 1000)) == sorted(

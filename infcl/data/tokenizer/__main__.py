@@ -6,9 +6,11 @@ from pathlib import Path
 
 from infcl.config import OneLineParser
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.records import ShardReader
+from infcl.data.shards import load_manifest
 from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import Tokenizer
-from infcl.data.tokenizer.learn import captions_of, shard_captions, train_tokenizer
+from infcl.data.tokenizer.learn import captions_of, train_tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,12 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.out).is_dir():
         parser.error(f"--out {args.out}: name a file in a folder that can be written to")
     try:
+        reader: TableReader | ShardReader
         if args.dataset_type == "csv":
             columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
-            table = TableReader(args.train_data, columns=columns)
-            captions = captions_of(table, args.max_captions)
+            reader = TableReader(args.train_data, columns=columns)
         else:
-            captions = shard_captions(args.train_data, args.max_captions, keys=keys)
+            reader = ShardReader(load_manifest(args.train_data, keys=keys), keys)
+        captions = captions_of(reader, args.max_captions)
         train_tokenizer(captions, args.out, args.vocab_size, args.model_type, byte_fallback=args.byte_fallback)
     except ValueError as error:
         parser.error(str(error))

@@ -3,14 +3,12 @@
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from infcl.data.captions import decode_caption
-from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import EpochPlan
 from infcl.data.records import BadSample, ShardReader
-from infcl.data.shards import load_manifest
 from infcl.data.storage import write_atomic
 from infcl.data.table import TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, canonicalise, repair
@@ -80,11 +78,6 @@ def _reason(error: RuntimeError, model_type: str) -> str:
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
         return f"their characters alone are {least[1]} (--vocab-size above that)"
     return str(error)
-
-
-def shard_captions(urls: str | Sequence[str], limit: int, *, keys: SampleKeys = DEFAULT_KEYS) -> Iterator[str]:
-    """Return an iterator over up to `limit` captions of the shards `urls`, see `captions_of`."""
-    return captions_of(ShardReader(load_manifest(urls, keys=keys), keys), limit)
 
 
 def captions_of(reader: ShardReader | TableReader, limit: int) -> Iterator[str]:
