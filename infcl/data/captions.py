@@ -17,56 +17,44 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import MAX_CAPTION_BYTES, BadSample, Record
 
 
-def decode_caption(
+def decode_captions(
     record: Record,
     keys: SampleKeys = DEFAULT_KEYS,
     random: np.ndarray | None = None,
+    *,
     max_bytes: int = MAX_CAPTION_BYTES,
-) -> tuple[str, list[str]]:
-    """Return (caption, notes): the full text member, or the first text of the json member. Raises BadSample."""
-    notes: list[str] = []
-    caption = decode_text(_raw_captions(record, keys, random)[0], max_bytes, notes)
-    if not is_caption(caption):
-        raise BadSample("empty_caption")
-    return caption, notes
-
-
-def decode_captions(
-    record: Record, keys: SampleKeys = DEFAULT_KEYS, random: np.ndarray | None = None
+    split: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """Decode all captions of a record: the lines of the text member, or the list in the json member.
-
-    A text member with only one valid line is one caption, unchanged.
+    """Decode the captions of a record: the lines of the text member, or the texts in the json member.
 
     Args:
         record: the undecoded sample.
         keys: where its captions are.
         random: float64 [json keys] in [0, 1), needed if `keys` has json_probs.
+        max_bytes: a caption is cut after these.
+        split: split a text member that has several valid lines. Otherwise it is one caption, unchanged.
 
     Returns:
-        The captions, and notes on what was tolerated.
+        The captions, at least one, and notes on what was tolerated.
 
     Raises:
         BadSample: there is no valid caption.
     """
     notes: list[str] = []
-    texts = [decode_text(raw, MAX_CAPTION_BYTES, notes) for raw in _raw_captions(record, keys, random)]
     if record.text is not None and keys.json_text is None:
+        texts = [decode_text(record.text, max_bytes, notes)]
         lines = [line for line in texts[0].split("\n") if is_caption(line)]
-        texts = lines if len(lines) > 1 else texts
+        texts = lines if split and len(lines) > 1 else texts
+    elif record.json is None:
+        raise BadSample("no_caption")
+    else:
+        found = _json_captions(parse_json(record.json), keys, random)
+        # a lone surrogate becomes '?'
+        texts = [decode_text(text.encode("utf-8", "replace"), max_bytes, notes) for text in found]
     captions = [text for text in texts if is_caption(text)]
     if not captions:
         raise BadSample("empty_caption")
     return captions, notes
-
-
-def _raw_captions(record: Record, keys: SampleKeys, random: np.ndarray | None) -> list[bytes]:
-    if record.text is not None and keys.json_text is None:
-        return [record.text]
-    if record.json is None:
-        raise BadSample("no_caption")
-    captions = _json_captions(parse_json(record.json), keys, random)
-    return [caption.encode("utf-8", "replace") for caption in captions]  # a lone surrogate becomes '?'
 
 
 def decode_text(raw: bytes, max_bytes: int, notes: list[str]) -> str:

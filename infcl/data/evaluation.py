@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infcl.config.checks import is_table
-from infcl.data.captions import decode_caption, parse_json
+from infcl.data.captions import decode_captions, parse_json
 from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_image, reject_damage
 from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
 from infcl.data.records import BadSample, Record
@@ -132,7 +132,7 @@ class EvalSamples:
         """Return the caption under the given keys, else under the default keys, else ""."""
         for keys in (self.keys, DEFAULT_KEYS):
             with contextlib.suppress(BadSample):
-                return decode_caption(record, keys, max_bytes=MAX_TEXT_BYTES)[0]
+                return decode_captions(record, keys, max_bytes=MAX_TEXT_BYTES, split=False)[0][0]
         return ""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from infcl.data.captions import decode_caption
+from infcl.data.captions import decode_captions
 from infcl.data.images import ImageLimits, decode_image, open_image, reject_damage
 from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
@@ -186,9 +186,9 @@ def test_mutated_images_never_raise_anything_but_bad_sample():
 
 def test_captions_come_from_the_text_then_from_json():
     metadata = json.dumps({"caption": "from json", "other": "a second one"}).encode()
-    assert decode_caption(record(text=b"from text", metadata=metadata)) == ("from text", [])
-    assert decode_caption(record(metadata=metadata)) == ("from json", [])
-    assert decode_caption(record(metadata=metadata), SampleKeys(json_text="other")) == ("a second one", [])
+    assert decode_captions(record(text=b"from text", metadata=metadata)) == (["from text"], [])
+    assert decode_captions(record(metadata=metadata)) == (["from json"], [])
+    assert decode_captions(record(metadata=metadata), SampleKeys(json_text="other")) == (["a second one"], [])
 
 
 @pytest.mark.parametrize(
@@ -208,14 +208,14 @@ def test_captions_come_from_the_text_then_from_json():
     ],
 )
 def test_unusable_captions_are_rejected_with_their_cause(text, metadata, cause):
-    assert cause_of(decode_caption, record(text=text, metadata=metadata)) == cause
+    assert cause_of(decode_captions, record(text=text, metadata=metadata)) == cause
 
 
 def test_malformed_captions_are_repaired_and_noted():
-    assert decode_caption(record(text="caf\u00e9".encode("latin-1"))) == ("caf\ufffd", ["caption_not_utf8"])
-    caption, notes = decode_caption(record(text="a\u00e9".encode() * 2000))  # the cut falls inside a character
+    assert decode_captions(record(text="caf\u00e9".encode("latin-1"))) == (["caf\ufffd"], ["caption_not_utf8"])
+    (caption,), notes = decode_captions(record(text="a\u00e9".encode() * 2000))  # the cut falls inside a character
     assert notes == ["caption_cut"] and len(caption.encode()) <= 4096 and "\ufffd" not in caption
-    assert decode_caption(record(metadata=b'{"caption": "lone \\ud800 surrogate"}'))[0] == "lone ? surrogate"
+    assert decode_captions(record(metadata=b'{"caption": "lone \\ud800 surrogate"}'))[0] == ["lone ? surrogate"]
 
 
 def random_numbers(position: int) -> np.ndarray:

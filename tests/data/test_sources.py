@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from infcl.config import parse_factors
-from infcl.data.captions import decode_caption
+from infcl.data.captions import decode_captions
 from infcl.data.index import SampleKeys
 from infcl.data.plan import EpochPlan, epoch_size
 from infcl.data.records import BadSample, Record
@@ -67,20 +67,20 @@ def json_record(**values) -> Record:
 
 def test_the_first_json_key_that_has_text_is_the_caption():
     keys = SampleKeys(json_text="long;short")
-    assert decode_caption(json_record(long="a", short="b"), keys)[0] == "a"
-    assert decode_caption(json_record(long=" ", short="b"), keys)[0] == "b"
-    assert decode_caption(json_record(short="b"), keys)[0] == "b"
+    assert decode_captions(json_record(long="a", short="b"), keys)[0][0] == "a"
+    assert decode_captions(json_record(long=" ", short="b"), keys)[0][0] == "b"
+    assert decode_captions(json_record(short="b"), keys)[0][0] == "b"
     with pytest.raises(BadSample) as caught:
-        decode_caption(json_record(long=3), keys)
+        decode_captions(json_record(long=3), keys)
     assert caught.value.cause == "no_caption"
 
 
 def test_json_keys_are_drawn_by_their_weights_and_zero_comes_last():
     keys = SampleKeys(json_text="a;b;c", json_probs=(0.7, 0.3))
     rng = np.random.default_rng(0)
-    times = Counter(decode_caption(json_record(a="1", b="2", c="3"), keys, rng.random(3))[0] for _ in range(2000))
+    times = Counter(decode_captions(json_record(a="1", b="2", c="3"), keys, rng.random(3))[0][0] for _ in range(2000))
     assert 1300 < times["1"] < 1500 and times["1"] + times["2"] == 2000
-    assert decode_caption(json_record(c="3"), keys, rng.random(3))[0] == "3"
+    assert decode_captions(json_record(c="3"), keys, rng.random(3))[0][0] == "3"
     for wrong in ((0.5, 0.3, 0.1, 0.1), (-1.0,)):
         with pytest.raises(ValueError, match="--json-text-key-probs"):
             SampleKeys(json_text="a;b;c", json_probs=wrong)

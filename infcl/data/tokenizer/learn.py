@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from infcl.data.captions import decode_caption
+from infcl.data.captions import decode_captions
 from infcl.data.plan import EpochPlan
 from infcl.data.records import BadSample, ShardReader
 from infcl.data.storage import write_atomic
@@ -86,6 +86,6 @@ def captions_of(reader: ShardReader | TableReader, limit: int) -> Iterator[str]:
     for start in range(0, total, 1024):
         for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
             try:
-                yield decode_caption(record, reader.keys)[0]
+                yield decode_captions(record, reader.keys, split=False)[0][0]
             except BadSample:
                 continue  # training counts and reports bad samples
