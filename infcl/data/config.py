@@ -8,7 +8,7 @@ from typing import Any
 from infcl.config import TrainConfig, parse_factors
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.samples import DEFAULT_TEXTS, SampleTexts
+from infcl.data.samples import SampleTexts
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 
 
@@ -39,7 +39,7 @@ class DataConfig:
     keys: SampleKeys = DEFAULT_KEYS
     columns: TableColumns = DEFAULT_COLUMNS
     limits: ImageLimits = DEFAULT_LIMITS
-    texts: SampleTexts = DEFAULT_TEXTS
+    texts: SampleTexts = SampleTexts()
     aug: dict[str, Any] = field(default_factory=dict)
     num_samples: int | None = None
     upsampling_factors: Sequence[float] | None = None

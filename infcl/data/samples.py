@@ -78,9 +78,6 @@ class SampleTexts:
         return self.negatives is not None or (self.same or "").startswith("key:")
 
 
-DEFAULT_TEXTS = SampleTexts()
-
-
 class DecodedSample(NamedTuple):
     """One sample after decoding and transform, before tokenization."""
 
@@ -103,7 +100,7 @@ class SampleDecoder:
     seed: int
     keys: SampleKeys
     limits: ImageLimits
-    texts: SampleTexts = DEFAULT_TEXTS
+    texts: SampleTexts = SampleTexts()
 
     def batch_bytes(self, size: int) -> int:
         """Return the size in bytes of a micro-batch of `size` samples."""

@@ -195,10 +195,9 @@ class EvalTransform:
     def crop(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the centre [3, S, S] of [3, H, W]; smaller images are padded."""
         size = self.image_size
-        if min(pixels.shape[1:]) < size:
-            rows, columns = max(0, size - pixels.shape[1]), max(0, size - pixels.shape[2])
-            around = (columns // 2, (columns + 1) // 2, rows // 2, (rows + 1) // 2)
-            pixels = torch.nn.functional.pad(pixels, around, value=self.preprocess.fill_color)
+        rows, columns = (max(0, size - side) for side in pixels.shape[1:])
+        around = (columns // 2, (columns + 1) // 2, rows // 2, (rows + 1) // 2)
+        pixels = torch.nn.functional.pad(pixels, around, value=self.preprocess.fill_color)
         top, left = round((pixels.shape[1] - size) / 2), round((pixels.shape[2] - size) / 2)
         return pixels[:, top : top + size, left : left + size]
 
@@ -207,8 +206,7 @@ class PillowTransform(EvalTransform):
     """The same resize and crop with Pillow, as in the evaluation code of open_clip and CLIP.
 
     An image is converted to RGB after the resize. Palette images are therefore resized by nearest neighbour, and
-    transparency is dropped. Pillow rounds differently: up to 1 % of the values of RGB images differ from EvalTransform,
-    mostly by one level.
+    transparency is dropped. Up to 1 % of the values of RGB images differ from EvalTransform, mostly by one level.
     """
 
     def __call__(self, image: "Image.Image") -> torch.Tensor:  # type: ignore[override]

@@ -63,14 +63,12 @@ class OpenClipTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer, with the interface of `Tokenizer`.
+    """A Hugging Face tokenizer, with the interface of `Tokenizer`. sha256 is that of its vocabulary and settings.
 
     Args:
         name: name on the hub or a folder, with or without "hf:".
         context_length: token positions per caption.
         text_cfg: open_clip's text config; its tokenizer_kwargs and tokenizer_mode are used.
-
-    Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of its vocabulary and settings), truncated.
 
     Raises:
         ValueError: it cannot be loaded, needs to run its own code, or has no padding token.
@@ -96,9 +94,9 @@ class HuggingFaceTokenizer:
         inner: Any = self._tokenizer.tokenizer
         if inner.pad_token_id is None:
             raise ValueError(f"{where} has no padding token")
-        ends = [inner.eos_token_id, inner.sep_token_id]
         self.vocab_size, self.pad_id = len(inner), inner.pad_token_id
-        self.eos_id = next((end for end in ends if end is not None), inner.pad_token_id)
+        ends = [inner.eos_token_id, inner.sep_token_id, inner.pad_token_id]
+        self.eos_id = next(end for end in ends if end is not None)
         what = [sorted(inner.get_vocab().items()), options, mode, inner.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
