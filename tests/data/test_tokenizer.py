@@ -106,36 +106,36 @@ def test_a_tokenizer_pickles_without_its_file(model, tmp_path):
     assert (clone.context_length, clone.pad_id, clone.eos_id) == (12, PAD_ID, EOS_ID)
 
 
-def test_impossible_requests_are_rejected(model, tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer of 5000 pieces.*they give at most \d+ \(--vocab-size"):
-        train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000)
-    with pytest.raises(ValueError, match=r"at most \d+ .*or --model-type bpe"):
-        train_tokenizer(CAPTIONS, tmp_path / "x.model", 5000, "unigram")
-    with pytest.raises(ValueError, match=r"no tokenizer of 4 pieces.*their characters alone are \d+"):
-        train_tokenizer(CAPTIONS, tmp_path / "x.model", 4, "unigram")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((5000,), r"no tokenizer of 5000 pieces.*they give at most \d+ \(--vocab-size"),
+        ((5000, "unigram"), r"at most \d+ .*or --model-type bpe"),
+        ((4, "unigram"), r"no tokenizer of 4 pieces.*their characters alone are \d+"),
+        ((60, "word"), "'bpe' or 'unigram'"),
+    ],
+)
+def test_impossible_requests_are_rejected(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train_tokenizer(CAPTIONS, tmp_path / "x.model", *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_cannot_be_written_or_read_are_rejected(model, tmp_path):
     with pytest.raises(ValueError, match="cannot write .*x.model"):
         train_tokenizer(CAPTIONS, "/dev/full/x.model", 60)
-    with pytest.raises(ValueError, match="'bpe' or 'unigram'"):
-        train_tokenizer(CAPTIONS, tmp_path / "x.model", 60, "word")
-    with pytest.raises(ValueError, match=r"test_tokenizer.py is no sentencepiece model \(it cannot be parsed\)"):
-        Tokenizer(__file__)
-    with pytest.raises(ValueError, match=r"is no sentencepiece model \(Is a directory\)"):
-        Tokenizer(tmp_path)
+    for path, why in ((__file__, "it cannot be parsed"), (tmp_path, "Is a directory")):
+        with pytest.raises(ValueError, match=rf"{path} is no sentencepiece model \({why}\)"):
+            Tokenizer(path)
     with pytest.raises(ValueError, match="context length 1"):
         Tokenizer(model, context_length=1)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_with_other_special_ids_is_rejected(tmp_path):
     import sentencepiece
 
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CAPTIONS),
-        model_prefix=str(tmp_path / "x"),
-        vocab_size=60,
-        model_type="bpe",
-        minloglevel=2,
-    )
+    options = {"vocab_size": 60, "model_type": "bpe", "minloglevel": 2, "model_prefix": str(tmp_path / "x")}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(CAPTIONS), **options)
     with pytest.raises(ValueError, match="pad id -1 and eos id 2"):
         Tokenizer(tmp_path / "x.model")
 
@@ -156,22 +156,20 @@ def test_the_command_learns_from_shards(tmp_path, capsys):
 
 def test_the_command_learns_from_tables_what_it_learns_from_shards(tmp_path, capsys):
     captions = shard_captions(write_shards(tmp_path / "a", [30, 10]), 1000)
+    table, out = tmp_path / "t.csv", tmp_path / "x.model"
     (tmp_path / "x.jpg").write_bytes(b"")
-    (tmp_path / "t.csv").write_text("\n".join(["title;filepath", *(f"{caption};x.jpg" for caption in captions)]))
-    assert sorted(captions_of(TableReader(str(tmp_path / "t.csv"), columns=TableColumns(";")), 1000)) == sorted(
-        captions
-    )
-    command = ["train", "--train-data", str(tmp_path / "t.csv"), "--vocab-size", "30", "--model-type", "bpe"]
-    command += ["--out", str(tmp_path / "x.model")]
-    main([*command, "--dataset-type", "csv", "--csv-separator", ";"])
-    assert Tokenizer(tmp_path / "x.model").vocab_size == 30
-    with pytest.raises(SystemExit):
-        main(command)
-    assert "there are none (--text-key, --json-text-key; --dataset-type csv" in capsys.readouterr().err
-    (tmp_path / "t.csv").write_text("title;filepath\n!;x.jpg\n")
-    with pytest.raises(SystemExit):
-        main([*command, "--dataset-type", "csv", "--csv-separator", ";"])
-    assert "there are none" in capsys.readouterr().err
+    table.write_text("\n".join(["title;filepath", *(f"{caption};x.jpg" for caption in captions)]))
+    reader = TableReader(str(table), columns=TableColumns(";"))
+    assert sorted(captions_of(reader, 1000)) == sorted(captions)
+    command = ["train", "--train-data", str(table), "--vocab-size", "30", "--model-type", "bpe", "--out", str(out)]
+    as_table = [*command, "--dataset-type", "csv", "--csv-separator", ";"]
+    main(as_table)
+    assert Tokenizer(out).vocab_size == 30
+    for wrong in (command, as_table):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert "there are none (--text-key, --json-text-key; --dataset-type csv" in capsys.readouterr().err
+        table.write_text("title;filepath\n!;x.jpg\n")  # for the second: no caption
 
 
 def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():
