@@ -80,8 +80,8 @@ def _gallery(run: Run, data: str) -> Gallery | str:
         outputs = [model(pixels[i : i + 32], tokenize(captions[i : i + 32])) for i in range(0, len(pixels), 32)]
     images, texts = (torch.cat([output[f"{of}_features"] for output in outputs]) for of in ("image", "text"))
     scores = texts @ images.T  # [texts, images]
-    step = len(images) / min(QUERIES, len(images))
-    queries = [int((k + 0.5) * step) for k in range(min(QUERIES, len(images)))]
+    count = min(QUERIES, len(images))
+    queries = [int((k + 0.5) * len(images) / count) for k in range(count)]
     return Gallery(
         [_result(scores[q], q, captions, pixels) for q in queries],
         [_result(scores[:, q], q, captions, pixels) for q in queries],

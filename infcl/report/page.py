@@ -11,7 +11,7 @@ from statistics import mean, median
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from infcl.config import TrainConfig, counted
+from infcl.config import TrainConfig, counted, option_of
 from infcl.report.charts import evaluation_charts, train_charts
 from infcl.report.drawing import draw_svg
 from infcl.report.gallery import retrieval_gallery
@@ -127,7 +127,7 @@ def _difference(first: str, other: str) -> str:
 
 def _differing_flags(runs: list[Run]) -> Rows:
     other = ("name", "logs", "resume", "overwrite")
-    flags = [{_option(name): _value(run.config[name]) for name in run.config if name not in other} for run in runs]
+    flags = [{option_of(name): _value(run.config[name]) for name in run.config if name not in other} for run in runs]
     return [(name, values) for name, values in _rows(flags) if len(set(values)) > 1]
 
 
@@ -166,22 +166,16 @@ def _causes(run: Run) -> list[tuple[str, str, str]]:
 def _settings(run: Run) -> list[tuple[str, str, bool]]:
     """Return (flag, value, whether it differs from the default)."""
     defaults = vars(TrainConfig())
-    return [(_option(name), _value(value), value != defaults.get(name)) for name, value in run.config.items()]
+    return [(option_of(name), _value(value), value != defaults.get(name)) for name, value in run.config.items()]
 
 
 def _environment(run: Run) -> dict[str, str]:
     values = run.environment | (run.environment.get("packages") or {})
-    return {
-        name.replace("_", " "): _value(value) for name, value in values.items() if name not in ("packages", "command")
-    }
+    return {name.replace("_", " "): _value(values[name]) for name in values if name not in ("packages", "command")}
 
 
 def _median(run: Run, key: str) -> float:
     return median([record[key] for record in run.train if key in record] or [0.0])
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _value(value: object) -> str:
