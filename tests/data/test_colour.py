@@ -3,15 +3,7 @@ import pytest
 import torch
 
 from infcl.data.plan import draw, uniforms
-from infcl.data.transforms import (
-    JITTER_DRAWS,
-    TRANSFORM_DRAWS,
-    TrainTransform,
-    grey,
-    jitter,
-    luma,
-    shift_hue,
-)
+from infcl.data.transforms import JITTER_DRAWS, TRANSFORM_DRAWS, TrainTransform, grey, jitter, luma, shift_hue
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import picture
 
