@@ -89,8 +89,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     """Train a few steps and report them."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    from infcl.train.trainer import Trainer
+
     with shared_folder() as folder:
         steps = options.warm_up_steps + options.measured_steps
         config = config_of(options.zero, options.zero_options, steps, trainer_flags, folder)
@@ -99,24 +99,27 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
         except ValueError as error:  # too few GPUs
             sys.exit(report_mistake("benchmarks.step", error))
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
-
-        from infcl.checkpoint.run_folder import claim_run_folder
-        from infcl.train.build import resolve_inputs
-        from infcl.train.trainer import Trainer
-
-        trainer = Trainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
-        with trainer.signals:
-            trainer._train()
-        trainer.metrics.say(trainer.profiler.close() or "")
-        trainer.metrics.close()
-        peak = torch.cuda.max_memory_allocated() / 2**30 if parallel.device.type == "cuda" else float("nan")
-        peak = max_over(parallel.dp_group, [peak], parallel.device)[0]
+        trainer, peak = trained(Trainer, config, parallel)
         if parallel.rank == 0:
-            row = _row(trainer, options, peak, rate)
-            report(row, options.csv)
+            report(_row(trainer, options, peak, rate), options.csv)
             table = trainer.run.root / "profile" / "table.txt"
             if table.is_file():
                 print(table.read_text())
+    destroy_parallel()
+
+
+def trained(kind: type["Trainer"], config: TrainConfig, parallel: Parallel) -> tuple["Trainer", float]:
+    """Make a trainer and run its steps; return it, and the largest peak memory of a rank in GiB (NaN on a CPU)."""
+    from infcl.checkpoint.run_folder import claim_run_folder
+    from infcl.train.build import resolve_inputs
+
+    trainer = kind(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
+    with trainer.signals:
+        trainer._train()
+    trainer.metrics.say(trainer.profiler.close() or "")
+    trainer.metrics.close()
+    peak = torch.cuda.max_memory_allocated() / GIB if parallel.device.type == "cuda" else float("nan")
+    return trainer, max_over(parallel.dp_group, [peak], parallel.device)[0]
 
 
 @contextmanager
