@@ -32,18 +32,16 @@ import torch.nn.functional as F
 from benchmarks.clock import hardware
 from benchmarks.processes import exit_on_sigterm, reason, run
 from benchmarks.rows import append, parser_of_rows
-from benchmarks.step import command, config_of, shared_folder
-from infcl.checkpoint.run_folder import claim_run_folder
+from benchmarks.step import command, config_of, shared_folder, trained
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
 from infcl.models.packing import num_texts
-from infcl.parallel import destroy_parallel, init_parallel, max_over
+from infcl.parallel import destroy_parallel, init_parallel
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import USABLE, load_gpu
 from infcl.plan.search import largest_batch
 from infcl.plan.setting import Setting
 from infcl.report import read_metrics
-from infcl.train.build import resolve_inputs
 from infcl.train.trainer import Trainer
 
 COLUMNS = (
@@ -268,15 +266,10 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     with shared_folder() as folder:
         config = config_of("1", {}, 1, [*flags, *trainer_flags], folder)
         parallel = init_parallel(config.device)
-        if on_gpu := parallel.device.type == "cuda":
+        if parallel.device.type == "cuda":
             total = torch.cuda.get_device_properties(parallel.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gb * 1e9 / total), parallel.device)
-        trainer = AbridgedTrainer(resolve_inputs(config, parallel), parallel, claim_run_folder(config, parallel))
-        with trainer.signals:
-            trainer._train()
-        trainer.metrics.close()
-        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-        peak = max_over(parallel.dp_group, [peak], parallel.device)[0]
+        trainer, peak = trained(AbridgedTrainer, config, parallel)
         if parallel.rank == 0:
             record = read_metrics(trainer.run.metrics, "train")[0]
             seconds = batch / record["samples_per_second"]

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,9 +42,12 @@ from infcl.models.attention import towers_with_kernel
 from infcl.models.clip import CLIP
 from infcl.models.config import CLIPConfig
 from infcl.models.flops import forward_flops
-from infcl.parallel import destroy_parallel, init_parallel, max_over, report_mistake
+from infcl.parallel import Parallel, destroy_parallel, init_parallel, max_over, report_mistake
 from infcl.report import read_metrics
 from infcl.train.diagnostics import model_flops, trained_shares
+
+if TYPE_CHECKING:
+    from infcl.train.trainer import Trainer
 
 PHASES = ("data", "encode", "loss", "replay", "step")
 COLUMNS = (  # encode_together belongs to a removed flag; it stays, empty, because the existing files have it
@@ -89,8 +93,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
     """Train a few steps and report them."""
-    from infcl.train.trainer import Trainer
-
     with shared_folder() as folder:
         steps = options.warm_up_steps + options.measured_steps
         config = config_of(options.zero, options.zero_options, steps, trainer_flags, folder)
@@ -99,13 +101,14 @@ def measure(options: argparse.Namespace, trainer_flags: list[str]) -> None:
         except ValueError as error:  # too few GPUs
             sys.exit(report_mistake("benchmarks.step", error))
         rate = library_tflops() if parallel.device.type == "cuda" else float("nan")
+        from infcl.train.trainer import Trainer
+
         trainer, peak = trained(Trainer, config, parallel)
         if parallel.rank == 0:
             report(_row(trainer, options, peak, rate), options.csv)
             table = trainer.run.root / "profile" / "table.txt"
             if table.is_file():
                 print(table.read_text())
-    destroy_parallel()
 
 
 def trained(kind: type["Trainer"], config: TrainConfig, parallel: Parallel) -> tuple["Trainer", float]:
@@ -118,7 +121,7 @@ def trained(kind: type["Trainer"], config: TrainConfig, parallel: Parallel) -> t
         trainer._train()
     trainer.metrics.say(trainer.profiler.close() or "")
     trainer.metrics.close()
-    peak = torch.cuda.max_memory_allocated() / GIB if parallel.device.type == "cuda" else float("nan")
+    peak = torch.cuda.max_memory_allocated() / 2**30 if parallel.device.type == "cuda" else float("nan")
     return trainer, max_over(parallel.dp_group, [peak], parallel.device)[0]
 
 
@@ -278,7 +281,8 @@ def _rows(output: str) -> str:
 
 
 def _shown_flags(flags: list[str]) -> list[str]:
-    flags = _without(_without(_without(flags, "--csv"), "--commit"), "--time-out")
+    for name in ("--csv", "--commit", "--time-out"):
+        flags = _without(flags, name)
     return [flag.removeprefix("--") for flag in flags]
 
 
