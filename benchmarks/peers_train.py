@@ -30,7 +30,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from itertools import pairwise
@@ -95,10 +94,9 @@ def what_is_missing(program: str, checkout: Checkout | None) -> str:
     trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
     if trainer.checkout and checkout is None:
         return f"{program} needs {flag}, a checkout"
-    if checkout is not None:
-        package = trainer.module.partition(".")[0]
-        if not (checkout.folder / package).is_dir():
-            return f"{flag}: no folder {package} in {checkout.folder}"
+    package = trainer.module.partition(".")[0]
+    if checkout is not None and not (checkout.folder / package).is_dir():
+        return f"{flag}: no folder {package} in {checkout.folder}"
     names = [name for name in trainer.packages if importlib.util.find_spec(name) is None]
     return f"{program}'s trainer needs the packages {', '.join(names)} (docs/benchmarks/trainers.md)" if names else ""
 
@@ -114,8 +112,7 @@ def settings(options: argparse.Namespace) -> list[dict]:
     """Return the settings in order: for each accumulation and kind of blocks, all programs."""
     return [
         {
-            "program": program, "gpus": options.gpus, "model": options.model,
-            "precision": options.precision,
+            "program": program, "gpus": options.gpus, "model": options.model, "precision": options.precision,
             "blocks": blocks, "checkpointing": int(options.grad_checkpointing), "micro_batch": options.batch_size,
             "accum_freq": accum_freq, "global_batch": options.gpus * options.batch_size * accum_freq,
             "workers": options.workers,
@@ -148,7 +145,21 @@ def _cause(output: str) -> str:
 
 def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
     """Return the program's flags for `steps` optimizer steps; `folder` holds its data and its output."""
-    return shared_flags(setting, steps) + TRAINERS[setting["program"]].flags(setting, device, folder)
+    program, compiled = setting["program"], setting["blocks"] == "compiled"
+    flags = ["--train-num-samples", str(steps * setting["global_batch"]), "--model", setting["model"]]
+    flags += ["--precision", setting["precision"], "--batch-size", str(setting["micro_batch"])]
+    flags += ["--workers", str(setting["workers"]), "--epochs", "1", "--name", program]
+    flags += ["--grad-checkpointing"] if setting["checkpointing"] else []
+    flags += ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"])]
+    flags += ["--device", device] if program != "inf_clip" else []  # it runs on GPUs only
+    flags += ["--torchcompile"] if compiled and program != "infcl" else []
+    if program == "inf_clip":
+        return [*flags, "--infloss", "--log_dir", "none", "--log-every-n-steps", str(10**9)]
+    if program == "open_clip":
+        flags += ["--local-loss", "--gather-with-grad"] if setting["gpus"] > 1 else []
+        return [*flags, "--logs", "none"]  # no checkpoint
+    flags += ["--compile-blocks", "on" if compiled else "off"]
+    return [*flags, "--logs", folder, "--report-to", "none", "--skip-memory-check"]
 
 
 def command(setting: dict, flags: list[str]) -> list[str]:
@@ -247,21 +258,25 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A program and its flags. Without `module` it is pretrain_clip.py."""
+    """How to import a program. Without `module` it is pretrain_clip.py."""
 
-    flags: Callable[[dict, str, str], list[str]]  # (setting, device, folder) -> flags in addition to `shared_flags`
     module: str = ""  # module that has main(flags)
     models: str = ""  # module that has add_model_config and list_models
     packages: tuple[str, ...] = ()  # imports in addition to infcl's own
     checkout: bool = False  # imported from a checkout; otherwise installed
 
 
-def shared_flags(setting: dict, steps: int) -> list[str]:
-    """Return the flags that all programs share, for `steps` optimizer steps."""
-    flags = ["--train-num-samples", str(steps * setting["global_batch"]), "--model", setting["model"]]
-    flags += ["--precision", setting["precision"], "--batch-size", str(setting["micro_batch"])]
-    flags += ["--workers", str(setting["workers"]), "--epochs", "1", "--name", setting["program"]]
-    return [*flags, "--grad-checkpointing"] if setting["checkpointing"] else flags
+TRAINERS = {  # in the order of the rows
+    "open_clip": Trainer("open_clip_train.main", "open_clip", ("open_clip_train", "pandas")),
+    "inf_clip": Trainer(
+        "inf_clip.train.main",
+        "inf_clip",
+        ("pandas", "braceexpand", "ftfy", "pynvml", "regex", "torchvision", "triton"),
+        checkout=True,
+    ),
+    "infcl": Trainer(),
+}
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def train(program: str, flags: list[str]) -> dict[str, list[float]]:
@@ -294,48 +309,6 @@ def train(program: str, flags: list[str]) -> dict[str, list[float]]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     rates = [samples / (end - start) for start, end in pairwise(times)]
     return {"samples_per_second": rates, "waiting": [], "peak_gib": [peak]}
-
-
-def _infcl_flags(setting: dict, device: str, folder: str) -> list[str]:
-    flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--device", device]
-    flags += ["--compile-blocks", "on" if setting["blocks"] == "compiled" else "off"]
-    return [*flags, "--logs", folder, "--report-to", "none", "--skip-memory-check"]
-
-
-def _open_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
-    flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--device", device]
-    return flags + _torchcompile(setting) + _local_loss(setting) + ["--logs", "none"]  # no checkpoint
-
-
-def _inf_clip_flags(setting: dict, device: str, folder: str) -> list[str]:
-    flags = ["--dataset-type", "synthetic", "--accum-freq", str(setting["accum_freq"]), "--infloss"]
-    return [*flags, *_torchcompile(setting), "--log_dir", "none", "--log-every-n-steps", str(10**9)]
-
-
-ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-
-def _torchcompile(setting: dict) -> list[str]:
-    return ["--torchcompile"] if setting["blocks"] == "compiled" else []
-
-
-def _local_loss(setting: dict) -> list[str]:
-    return ["--local-loss", "--gather-with-grad"] if setting["gpus"] > 1 else []
-
-
-TRAINERS = {  # in the order of the rows
-    "open_clip": Trainer(
-        _open_clip_flags, module="open_clip_train.main", models="open_clip", packages=("open_clip_train", "pandas")
-    ),
-    "inf_clip": Trainer(
-        _inf_clip_flags,
-        module="inf_clip.train.main",
-        models="inf_clip",
-        packages=("pandas", "braceexpand", "ftfy", "pynvml", "regex", "torchvision", "triton"),
-        checkout=True,
-    ),
-    "infcl": Trainer(_infcl_flags),
-}
 
 
 if __name__ == "__main__":
