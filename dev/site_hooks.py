@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +23,7 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     return re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)\s#]+)[^)]*\)", lambda link: _inside(link, folder), markdown)
 
 
+@cache
 def flag_tables() -> str:
     """Return a Markdown table for each group of flags: flag, default, what it does."""
     groups: dict[str, list[str]] = {}
@@ -36,6 +38,7 @@ def flag_tables() -> str:
     )
 
 
+@cache
 def module_table() -> str:
     """Return a Markdown table of the modules of infcl and megatron_patches with the first line of their docstrings."""
     lines = ["| module | what it is |", "|---|---|"]
