@@ -11,6 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,29 @@ EVAL_LIMITS = ImageLimits(min_side=1)
 RESIZES = ("torch", "pil")
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Settings of an evaluation set.
+
+    Args:
+        data: shards, a folder of class folders, a table, or a .jsonl file.
+        image_size: side S of the square images, in pixels.
+        keys: which members of a shard form a sample.
+        columns: which columns of a table form a sample.
+        limits: which images are rejected by their header.
+        resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).
+        preprocess: how images are resized.
+    """
+
+    data: str
+    image_size: int
+    keys: SampleKeys = DEFAULT_KEYS
+    columns: TableColumns = DEFAULT_COLUMNS
+    limits: ImageLimits = EVAL_LIMITS
+    resize: str = "torch"
+    preprocess: Preprocess = CLIP_PREPROCESS
+
+
 class EvalSample(NamedTuple):
     """One transformed sample of an evaluation set."""
 
@@ -52,11 +76,8 @@ class EvalSamples:
 
     Args:
         source: the shards, or the records of image files, whose `where` is the image's path.
-        image_size: side S of the square images, in pixels.
-        keys: which members of a shard form a sample.
-        limits: which images are rejected by their header.
-        resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).
-        preprocess: how images are resized.
+        config: how samples are made.
+        rank, world_size: determine the samples of this rank.
         threads: number of decoding threads.
         limit: stop after this many samples; `is_cut` is then true if there are more.
     """
@@ -64,20 +85,19 @@ class EvalSamples:
     def __init__(
         self,
         source: list[str] | Callable[[], Iterable[Record]],
+        config: EvalConfig,
         *,
-        image_size: int,
         rank: int = 0,
         world_size: int = 1,
-        keys: SampleKeys = DEFAULT_KEYS,
-        limits: ImageLimits = EVAL_LIMITS,
-        resize: str = "torch",
-        preprocess: Preprocess = CLIP_PREPROCESS,
         threads: int = 4,
         limit: int | None = None,
     ):
-        self.transform = (PillowTransform if resize == "pil" else EvalTransform)(image_size, preprocess)
-        self.source, self.limits, self.rank, self.world_size = source, limits, rank, world_size
-        self.keys, self.threads, self.limit, self.is_cut = keys, threads, limit, False
+        self.transform = (PillowTransform if config.resize == "pil" else EvalTransform)(
+            config.image_size, config.preprocess
+        )
+        self.source, self.keys, self.limits = source, config.keys, config.limits
+        self.rank, self.world_size, self.threads = rank, world_size, threads
+        self.limit, self.is_cut = limit, False
         self.skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[EvalSample]:
@@ -136,23 +156,23 @@ class EvalSamples:
         return ""
 
 
-def eval_source(data: str, columns: TableColumns = DEFAULT_COLUMNS) -> Callable[..., EvalSamples]:
-    """Return a function that takes the options of EvalSamples and returns the evaluation set of --data.
+def eval_source(config: EvalConfig) -> Callable[..., EvalSamples]:
+    """Return a function that takes the options of EvalSamples and returns the samples. The set is listed once.
 
     The metadata of a sample in a class folder is {"label": name of the folder}. In a .jsonl file, it is the line's
     object. Raises ValueError if the data does not exist or cannot be read.
     """
-    path = Path(data)
-    if is_table(data):
-        return partial(EvalSamples, TableReader(data, columns=columns).captions)
+    path = Path(config.data)
+    if is_table(config.data):
+        return partial(EvalSamples, TableReader(config.data, columns=config.columns).captions, config)
     if path.suffix == ".jsonl":
         files = caption_list(path)
     elif path.is_dir() and not any(path.glob("*.tar")):
         files = class_folders(path)
     else:
-        return partial(EvalSamples, expand_shards(data))
+        return partial(EvalSamples, expand_shards(config.data), config)
     records = [Record(None, None, json.dumps(metadata).encode(), str(path)) for path, metadata in files]
-    return partial(EvalSamples, lambda: records)
+    return partial(EvalSamples, lambda: records, config)
 
 
 def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infcl.config import LOSS_NAMES, OneLineParser, aligned, counted
-from infcl.data.evaluation import RESIZES
+from infcl.data.evaluation import RESIZES, EvalConfig
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -59,24 +59,24 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
     named = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
     clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **named)
-    common = {
-        "tokenizer": tokenizer,
-        "image_size": clip.cfg.vision_cfg.image_size,
-        "preprocess": clip.cfg.preprocess,
-        "batch_size": args.batch_size,
-        "resize": args.image_resize,
-    }
+    config = EvalConfig(
+        data=args.data,
+        image_size=clip.cfg.vision_cfg.image_size,
+        columns=TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key),
+        resize=args.image_resize,
+        preprocess=clip.cfg.preprocess,
+    )
+    common = {"tokenizer": tokenizer, "batch_size": args.batch_size}
     if args.task == "zeroshot":
         files = {name: getattr(args, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
-        task = ZeroShotTask(args.data, **files, **common)
+        task = ZeroShotTask(config, **files, **common)
     else:
         loss, size, ranks = None, args.loss_batch_size, parallel.dp_size
         if size is not None:
             if size < 1 or size % ranks:
                 raise ValueError(f"--loss-batch-size {size} is not a multiple of {ranks} ranks")
             loss = ValidationLoss(args.loss, "auto", size // ranks)
-        columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
-        task = RetrievalTask(args.data, captions=args.captions, columns=columns, loss=loss, **common)
+        task = RetrievalTask(config, captions=args.captions, loss=loss, **common)
     task.check()
     started = time.perf_counter()
     metrics = task.run(encoder(clip, args.precision), parallel)

@@ -3,9 +3,9 @@
 A task is built and checked before training starts, so that missing files and unusable data are reported early.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infcl.data.evaluation import EVAL_LIMITS, EvalSample, EvalSamples, class_names, eval_source
-from infcl.data.images import ImageLimits
-from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.evaluation import EvalConfig, EvalSample, EvalSamples, class_names, eval_source
+from infcl.data.index import SampleKeys
 from infcl.data.shards import expand_shards
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import Tokenize
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
 from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot, read_classes, read_templates
-from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
@@ -33,39 +30,22 @@ ScalarValues = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Task:
-    """An evaluation of the samples of `data`: shards, a folder of class folders, or a table.
+    """An evaluation of the samples of a set.
 
     Args:
-        data: path of the data.
+        config: the set.
         tokenizer: n texts -> int64 [n, L].
-        image_size: side of the square images, in pixels.
         batch_size: images per rank and forward.
-        keys: shard members that make a sample.
-        columns: table columns that make a sample.
-        limits, resize, preprocess: see EvalSamples.
     """
 
     missing = ""  # what no sample has where `check` fails
     leaves_out = False  # whether the first TRIED samples may all be unusable
     skipped_as = ""  # the counter of samples without a target
 
-    def __init__(
-        self,
-        data: str,
-        *,
-        tokenizer: Tokenize,
-        image_size: int,
-        batch_size: int,
-        keys: SampleKeys = DEFAULT_KEYS,
-        columns: TableColumns = DEFAULT_COLUMNS,
-        limits: ImageLimits = EVAL_LIMITS,
-        resize: str = "torch",
-        preprocess: Preprocess = CLIP_PREPROCESS,
-    ):
-        self.data, self.tokenizer, self.batch_size = data, tokenizer, batch_size
-        self.blank = torch.zeros(3, image_size, image_size, dtype=torch.uint8)
-        images: dict[str, Any] = {"image_size": image_size, "resize": resize, "preprocess": preprocess}
-        self.source = partial(eval_source(data, columns), keys=keys, limits=limits, **images)
+    def __init__(self, config: EvalConfig, *, tokenizer: Tokenize, batch_size: int):
+        self.data, self.tokenizer, self.batch_size = config.data, tokenizer, batch_size
+        self.blank = torch.zeros(3, config.image_size, config.image_size, dtype=torch.uint8)
+        self.source = eval_source(config)
 
     def target(self, sample: EvalSample) -> Any | None:
         """Return what the image is compared with, or None to skip it. Raises ValueError if its label is invalid."""
@@ -128,7 +108,7 @@ class Task:
 
 
 class RetrievalTask(Task):
-    """Image-text retrieval over the samples of `data`. Samples without a caption are skipped.
+    """Image-text retrieval over the samples of a set. Samples without a caption are skipped.
 
     An image's captions are the list "captions" of its json record or, without that list, its caption.
 
@@ -140,8 +120,8 @@ class RetrievalTask(Task):
 
     missing, skipped_as = "with a caption", "no_caption"
 
-    def __init__(self, data: str, *, captions: str = "one", loss: ValidationLoss | None = None, **common: Any):
-        super().__init__(data, **common)
+    def __init__(self, config: EvalConfig, *, captions: str = "one", loss: ValidationLoss | None = None, **common: Any):
+        super().__init__(config, **common)
         self.captions, self.loss = captions, loss
 
     def target(self, sample: EvalSample) -> list[str] | None:
@@ -165,7 +145,7 @@ class RetrievalTask(Task):
 
 
 class ZeroShotTask(Task):
-    """Zero-shot classification of `data`: class-named folders, or shards with a `cls` or json {"label": ...} member.
+    """Zero-shot classification: class-named folders, or shards with a `cls` or json {"label": ...} member.
 
     Args:
         classnames, templates: text files or "imagenet"; by default classnames.txt and templates.txt in the data's
@@ -178,15 +158,15 @@ class ZeroShotTask(Task):
 
     def __init__(
         self,
-        data: str,
+        config: EvalConfig,
         *,
         classnames: str | None = None,
         templates: str | None = None,
         classes: str | None = None,
         **common: Any,
     ):
-        super().__init__(data, keys=SampleKeys(text="cls"), **common)
-        path = Path(data)
+        super().__init__(dataclasses.replace(config, keys=SampleKeys(text="cls")), **common)
+        data, path = config.data, Path(config.data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         folder = path if is_folder else Path(expand_shards(data)[0]).parent
         folders = set(class_names(path)) if is_folder else None

@@ -55,13 +55,13 @@ def retrieval_gallery(run: Run) -> Gallery | str:
 
 
 def _gallery(run: Run, data: str) -> Gallery | str:
-    from infcl.data.evaluation import eval_source
+    from infcl.data.evaluation import EvalConfig, eval_source
     from infcl.data.table import DEFAULT_COLUMNS, TableColumns
     from infcl.evaluate.load import load_model
     from infcl.models.flops import forward_flops
 
     columns = zip(DEFAULT_COLUMNS, ("csv_separator", "csv_img_key", "csv_caption_key"))
-    source = eval_source(data, TableColumns(*(str(run.config.get(name, default)) for default, name in columns)))
+    table = TableColumns(*(str(run.config.get(name, default)) for default, name in columns))
     named = str(run.config.get("tokenizer") or "")
     tokenizer = named if named.startswith("open_clip:") else None  # others are stored in the export
     try:
@@ -71,7 +71,8 @@ def _gallery(run: Run, data: str) -> Gallery | str:
     size = model.cfg.vision_cfg.image_size
     flops = sum(forward_flops(model.cfg, training=False).values())
     limit = int(min(MAX_CANDIDATES, max(MIN_CANDIDATES, BUDGET_FLOPS // flops)))
-    captioned = ((sample.image, caption) for sample in source(image_size=size) if (caption := _caption(sample)))
+    source = eval_source(EvalConfig(data=data, image_size=size, columns=table))
+    captioned = ((sample.image, caption) for sample in source() if (caption := _caption(sample)))
     samples = list(islice(captioned, limit))
     if len(samples) < 2:
         return f"No gallery: {data} has no captioned pictures."

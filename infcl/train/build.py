@@ -18,7 +18,7 @@ from infcl.config import RunSpec, TrainConfig, may_pack, option_of, resolve, set
 from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig, columns_of, limits_of
-from infcl.data.evaluation import EVAL_LIMITS
+from infcl.data.evaluation import EVAL_LIMITS, EvalConfig
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import StepLoader, TrainLoader
 from infcl.data.plan import Share
@@ -318,23 +318,29 @@ def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
     Raises:
         ValueError: their data or the tokenizer is missing.
     """
-    config, batch = inputs.spec.flags, inputs.spec.batch
+    flags, batch = inputs.spec.flags, inputs.spec.batch
     tasks: dict[str, RetrievalTask | ZeroShotTask] = {}
-    if (config.val_data or config.zeroshot_data) and inputs.tokenizer is None:
+    if (flags.val_data or flags.zeroshot_data) and inputs.tokenizer is None:
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
-    common: dict[str, Any] = {
-        "tokenizer": inputs.tokenizer,
-        "image_size": inputs.model_config.vision_cfg.image_size,
-        "preprocess": inputs.model_config.preprocess,
-        "batch_size": batch.micro_batch_size,
-        "limits": limits_of(config, EVAL_LIMITS),
-    }
-    if config.val_data:
-        loss = ValidationLoss(config.loss, config.tile, batch.rank_batch_size, inputs.spec.tile_dtype)
-        image, text = f"{config.image_key};{DEFAULT_KEYS.image}", f"{config.text_key};{DEFAULT_KEYS.text}"
-        keys = SampleKeys(image, text, config.json_text_key)
-        tasks["retrieval"] = RetrievalTask(config.val_data, loss=loss, keys=keys, columns=columns_of(config), **common)
-    if config.zeroshot_data:
-        files = {name: getattr(config, f"zeroshot_{name}") for name in ("classnames", "templates")}
-        tasks["zero_shot"] = ZeroShotTask(config.zeroshot_data, **files, **common)
+    common: dict[str, Any] = {"tokenizer": inputs.tokenizer, "batch_size": batch.micro_batch_size}
+    model = inputs.model_config
+
+    def config_of(data: str, keys: SampleKeys = DEFAULT_KEYS) -> EvalConfig:
+        return EvalConfig(
+            data=data,
+            image_size=model.vision_cfg.image_size,
+            keys=keys,
+            columns=columns_of(flags),
+            limits=limits_of(flags, EVAL_LIMITS),
+            preprocess=model.preprocess,
+        )
+
+    if flags.val_data:
+        loss = ValidationLoss(flags.loss, flags.tile, batch.rank_batch_size, inputs.spec.tile_dtype)
+        image, text = f"{flags.image_key};{DEFAULT_KEYS.image}", f"{flags.text_key};{DEFAULT_KEYS.text}"
+        keys = SampleKeys(image, text, flags.json_text_key)
+        tasks["retrieval"] = RetrievalTask(config_of(flags.val_data, keys), loss=loss, **common)
+    if flags.zeroshot_data:
+        files = {name: getattr(flags, f"zeroshot_{name}") for name in ("classnames", "templates")}
+        tasks["zero_shot"] = ZeroShotTask(config_of(flags.zeroshot_data), **files, **common)
     return tasks

@@ -7,9 +7,9 @@ import pytest
 
 from infcl.data import demo
 from infcl.data.demo import BACKGROUNDS, COLOURS, SHAPES, draw_scene
-from infcl.data.evaluation import eval_source
 from infcl.data.shards import load_manifest
 from infcl.data.tokenizer import Tokenizer
+from tests.lib.small_loader import eval_samples
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_finished_folder_is_reused_and_any_other_is_left_alone(folder, tmp_pat
 
 
 def test_forty_percent_of_the_training_pairs_are_digits(folder):
-    samples = list(eval_source(str(folder / "train"))(image_size=32))
+    samples = list(eval_samples(str(folder / "train"), image_size=32))
     digits = [sample for sample in samples if "digit" in sample.metadata]
     assert len(samples) == 600 and len(digits) == 240
     for sample in digits:
@@ -79,8 +79,8 @@ def test_held_out_digits_are_never_trained_on(folder):
     bitmaps, labels, training, held_out = demo.load_digits()
     assert bitmaps.shape == (1797, 8, 8) and len(training) == 1397 and len(held_out) == 400
     assert not set(training) & set(held_out) and np.bincount(labels[held_out]).tolist() == [40] * 10
-    trained = {s.metadata.get("digit") for s in eval_source(str(folder / "train"))(image_size=32)} - {None}
-    tested = [sample.metadata for sample in eval_source(str(folder / "zeroshot"))(image_size=32)]
+    trained = {s.metadata.get("digit") for s in eval_samples(str(folder / "train"), image_size=32)} - {None}
+    tested = [sample.metadata for sample in eval_samples(str(folder / "zeroshot"), image_size=32)]
     assert trained <= set(training.tolist())
     assert {sample["digit"] for sample in tested} == set(held_out.tolist()) and len(tested) == 400
     assert all(labels[sample["digit"]] == sample["label"] for sample in tested)
@@ -97,7 +97,7 @@ def test_held_out_scenes_are_never_trained_on_and_can_be_told_apart():
 
 
 def test_validation_captions_are_unique_and_fit_the_context(folder):
-    captions = [sample.caption for sample in eval_source(str(folder / "val"))(image_size=32)]
+    captions = [sample.caption for sample in eval_samples(str(folder / "val"), image_size=32)]
     assert len(set(captions)) == len(captions) == 1024
     tokenizer = Tokenizer(folder / "tokenizer.model", context_length=20)
     tokens = tokenizer(captions)

@@ -5,15 +5,16 @@ import json
 import pytest
 import torch
 
-from infcl.data.evaluation import caption_list, eval_source
+from infcl.data.evaluation import caption_list
 from infcl.data.index import MAX_IMAGE_BYTES
 from infcl.data.table import TableColumns
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
+from tests.lib.small_loader import eval_samples
 
 
 def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
     shards = write_shards(tmp_path / "s", [7, 30, 3])
-    one, many = (list(eval_source(shards)(image_size=16, threads=threads)) for threads in (1, 8))
+    one, many = (list(eval_samples(shards, image_size=16, threads=threads)) for threads in (1, 8))
     assert [s.key for s in one] == [s.key for s in many] and len(one) == 40
     assert all((a.image == b.image).all() and a.caption == b.caption for a, b in zip(one, many))
 
@@ -23,7 +24,7 @@ def test_class_folders_give_every_image_with_its_folders_name(tmp_path):
     for name in ("n2/a.PNG", "n1/deep/b.jpg", "n1/a.png", "n1/notes.txt", *hidden):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(encode(picture(1), "JPEG" if name.endswith("jpg") else "PNG"))
-    samples = list(eval_source(str(tmp_path))(image_size=8))
+    samples = list(eval_samples(str(tmp_path), image_size=8))
     assert [(sample.key.split("/")[-1], sample.metadata["label"]) for sample in samples] == [
         ("a.png", "n1"),
         ("b.jpg", "n1"),
@@ -38,7 +39,7 @@ def test_ranks_share_a_caption_list_and_a_missing_image_is_counted(tmp_path):
     images = {1: "hole.png", 3: "gone.png"}
     lines = [{"image": images.get(i, "x.png"), "captions": [f"{i}", "b"]} for i in range(6)]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sets = [eval_source(str(tmp_path / "c.jsonl"))(image_size=8, rank=rank, world_size=2) for rank in range(2)]
+    sets = [eval_samples(str(tmp_path / "c.jsonl"), image_size=8, rank=rank, world_size=2) for rank in range(2)]
     captions = [[sample.metadata["captions"][0] for sample in samples] for samples in sets]
     assert captions == [["0", "2", "4"], ["5"]]
     assert sets[1].skipped == {"missing_image_file": 1, "image_file_too_large": 1} and not sets[0].skipped
@@ -52,13 +53,14 @@ def test_ranks_share_a_table_and_its_columns_have_names(tmp_path):
         hole.truncate(MAX_IMAGE_BYTES + 1)
     rows = "".join(f'"caption, {i}",{i if i != 1 else "gone"}.png\n' for i in range(4))
     (tmp_path / "v.csv").write_text("said,file\n" + rows)
-    source = eval_source(str(tmp_path / "v.csv"), TableColumns(",", "file", "said"))
-    sets = [source(image_size=8, rank=rank, world_size=2) for rank in range(2)]
+    table = {"data": str(tmp_path / "v.csv"), "image_size": 8}
+    columns = TableColumns(",", "file", "said")
+    sets = [eval_samples(**table, columns=columns, rank=rank, world_size=2) for rank in range(2)]
     captions = [[sample.caption for sample in samples] for samples in sets]
     assert captions == [["caption, 0"], ["caption, 3"]]
     assert sets[0].skipped == {"image_file_too_large": 1} and sets[1].skipped == {"missing_image_file": 1}
     with pytest.raises(ValueError, match=r"v.csv has no columns 'filepath' and 'title' but \['said,file'\]"):
-        eval_source(str(tmp_path / "v.csv"))
+        eval_samples(**table)
 
 
 def test_a_caption_list_has_lines_where_its_json_has(tmp_path):
@@ -95,7 +97,7 @@ def test_data_that_is_not_there_is_rejected_at_once(tmp_path):
         (tmp_path / "empty", "neither .*shards nor class folders"),
     ):
         with pytest.raises(ValueError, match=message):
-            eval_source(str(data))
+            eval_samples(str(data), image_size=8)
 
 
 def test_damaged_shards_are_counted_by_the_first_rank_alone(tmp_path):
@@ -103,23 +105,23 @@ def test_damaged_shards_are_counted_by_the_first_rank_alone(tmp_path):
     (tmp_path / "1.tar").write_bytes(good.read_bytes()[:700])
     skipped = []
     for rank in range(2):
-        samples = eval_source(str(tmp_path))(image_size=8, rank=rank, world_size=2)
+        samples = eval_samples(str(tmp_path), image_size=8, rank=rank, world_size=2)
         list(samples)
         skipped.append(samples.skipped.total())
     assert skipped[0] >= 1 and skipped[1] == 0
 
 
 def test_evaluation_yields_every_sample_once_over_the_ranks(shards):
-    whole = list(eval_source(shards)(image_size=16))
+    whole = list(eval_samples(shards, image_size=16))
     assert [sample.caption for sample in whole] == [f"picture number {i}" for i in range(53)]
     assert [sample.metadata["number"] for sample in whole] == list(range(53))
     assert whole[0].image.shape == (3, 16, 16) and whole[0].image.dtype == torch.uint8 and whole[0].key == "000000000"
-    parts = [[s.key for s in eval_source(shards)(image_size=16, rank=r, world_size=3)] for r in range(3)]
+    parts = [[s.key for s in eval_samples(shards, image_size=16, rank=r, world_size=3)] for r in range(3)]
     assert sorted(sum(parts, [])) == [sample.key for sample in whole]
 
 
 def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(faulty):
-    shards = eval_source(str(faulty / "a" / "0.tar"))(image_size=16)
+    shards = eval_samples(str(faulty / "a" / "0.tar"), image_size=16)
     captions = {sample.key: sample.caption for sample in shards}
     assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
     assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}

@@ -18,7 +18,6 @@ from PIL import Image
 from infcl.convert.__main__ import main as convert
 from infcl.convert.export import export_model, load_exported
 from infcl.data.demo import DIGIT_NAMES
-from infcl.data.evaluation import eval_source
 from infcl.evaluate.__main__ import main
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
@@ -27,6 +26,7 @@ from tests.lib.open_clip_stub import import_open_clip, import_transformers
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.small_clip import small_config
+from tests.lib.small_loader import eval_samples
 from tests.lib.training import demo_config, fit
 
 IMAGES = 120
@@ -265,7 +265,7 @@ def test_the_pillow_path_has_open_clips_pixels_of_images_that_are_not_rgb(tmp_pa
     data = encode(image, "JPEG" if mode == "CMYK" else "PNG")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.png").write_bytes(data)
-    (sample,) = eval_source(str(tmp_path))(image_size=24, resize="pil")
+    (sample,) = eval_samples(str(tmp_path), image_size=24, resize="pil")
     theirs = open_clip.image_transform(24, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))(Image.open(io.BytesIO(data)))
     assert torch.equal(sample.image, (255 * theirs).round().to(torch.uint8))
 

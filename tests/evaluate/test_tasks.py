@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from infcl.config import parse_args, resolve
+from infcl.data.evaluation import EvalConfig
 from infcl.evaluate import tasks
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.models import load_model_config
@@ -13,7 +14,11 @@ from infcl.train.build import Inputs, build_tasks
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 
-COMMON = {"tokenizer": lambda texts: None, "image_size": 8, "batch_size": 2}
+COMMON = {"tokenizer": lambda texts: None, "batch_size": 2}
+
+
+def of(data):
+    return EvalConfig(data=str(data), image_size=8)
 
 
 def shard(folder, image, **members):
@@ -47,16 +52,16 @@ def second_class_only(folder):
 def test_a_set_without_a_usable_sample_is_rejected_before_it_is_evaluated(tmp_path, task, one_rank):
     options = of_files(tmp_path) if task is ZeroShotTask else COMMON
     good = json.dumps({"caption": "a cat", "label": 1}).encode()
-    task(shard(tmp_path / "good", encode(picture(1)), json=good), **options).check()
+    task(of(shard(tmp_path / "good", encode(picture(1)), json=good)), **options).check()
     with pytest.raises(ValueError, match=r"broken: no image .*\(not_an_image: 1\)"):
-        task(shard(tmp_path / "broken", b"<html>", json=good), **options).check()
+        task(of(shard(tmp_path / "broken", b"<html>", json=good)), **options).check()
     with pytest.raises(ValueError, match="no image with a caption|has label 'bird'"):
-        task(shard(tmp_path / "bare", encode(picture(1)), json=b'{"label": "bird"}'), **options).check()
+        task(of(shard(tmp_path / "bare", encode(picture(1)), json=b'{"label": "bird"}')), **options).check()
 
 
 def _rejection(rank, world_size, data):
     """The message of a rank, and whether it read the data itself."""
-    task = RetrievalTask(data, **COMMON)
+    task = RetrievalTask(of(data), **COMMON)
     read, source = [], task.source
     task.source = lambda **options: read.append(rank) or source(**options)
     return rejected(task.check), read
@@ -81,17 +86,17 @@ def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatc
     ]
     write_tar(tmp_path / "sorted.tar", members)
     data = str(tmp_path / "sorted.tar")
-    late = ZeroShotTask(data, **options, **second_class_only(tmp_path))
+    late = ZeroShotTask(of(data), **options, **second_class_only(tmp_path))
     for tried, begins in ((6, None), (5, "first 5 samples"), (2, "first 2 samples")):
         monkeypatch.setattr(tasks, "TRIED", tried)
         caplog.clear()
         late.check()
         assert (begins is None and not caplog.messages) or begins in caplog.messages[0]
         if begins is None:
-            RetrievalTask(data, **COMMON).check()
+            RetrievalTask(of(data), **COMMON).check()
         else:
             with pytest.raises(ValueError, match=f"no image with a caption among its {begins}; docs"):
-                RetrievalTask(data, **COMMON).check()
+                RetrievalTask(of(data), **COMMON).check()
     write_tar(tmp_path / "sorted.tar", members[:-3])  # without its dog, and no longer than what is tried
     monkeypatch.setattr(tasks, "TRIED", 5)
     with pytest.raises(ValueError, match="no image of a class; docs"):
@@ -104,7 +109,7 @@ def test_folders_of_no_class_are_rejected_before_an_image_is_read(tmp_path):
     (tmp_path / "set" / "bird" / "1.jpg").write_bytes(b"")
     (tmp_path / "set" / ".cache").mkdir()
     with pytest.raises(ValueError, match="none of its 1 folders is a class of .*classes.txt"):
-        ZeroShotTask(str(tmp_path / "set"), **options, **second_class_only(tmp_path))
+        ZeroShotTask(of(tmp_path / "set"), **options, **second_class_only(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_all_captions_of_a_long_text_member_count(tmp_path):
     """Training cuts a text member at 4 KB; here it may hold many captions."""
     captions = [f"{i} {'long ' * 30}".strip() for i in range(40)]
     data = shard(tmp_path / "many", encode(picture(1)), txt="\n".join(captions).encode())
-    task = RetrievalTask(data, captions="lines", **COMMON)
+    task = RetrievalTask(of(data), captions="lines", **COMMON)
     assert [task.target(sample) for sample in task.source()] == [captions]
 
 
@@ -136,11 +141,11 @@ def test_class_folders_without_files_take_their_names_and_one_prompt(tmp_path, o
     for folder in ("great_white_shark", "cock"):
         (tmp_path / "set" / folder).mkdir(parents=True)
         (tmp_path / "set" / folder / "0.png").write_bytes(encode(picture(1)))
-    task = ZeroShotTask(str(tmp_path / "set"), **COMMON)
+    task = ZeroShotTask(of(tmp_path / "set"), **COMMON)
     task.check()
     assert task.classes.names == ["cock", "great white shark"] and task.templates == ["a photo of a {}"]
     (tmp_path / "set" / "templates.txt").write_text("one {}\n")
-    assert ZeroShotTask(str(tmp_path / "set"), **COMMON).templates == ["one {}"]
+    assert ZeroShotTask(of(tmp_path / "set"), **COMMON).templates == ["one {}"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty"):
-        ZeroShotTask(str(tmp_path / "empty"), **COMMON).check()
+        ZeroShotTask(of(tmp_path / "empty"), **COMMON).check()

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from infcl.data.config import DataConfig
+from infcl.data.evaluation import EvalConfig, eval_source
 from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
 from infcl.data.tokenizer import Tokenizer
@@ -18,6 +19,12 @@ def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed:
     share = Share(**{name: options.pop(name, value) for name, value in _SHARE.items()})
     data = DataConfig(urls, **{"workers": 0, **options})
     return TrainLoader(data, tokenizer, share, image_size=image_size, seed=seed)
+
+
+def eval_samples(data: str, *, image_size: int, rank: int = 0, world_size: int = 1, threads: int = 4, **options):
+    """Return the samples of an evaluation set; options are fields of EvalConfig."""
+    source = eval_source(EvalConfig(data=data, image_size=image_size, **options))
+    return source(rank=rank, world_size=world_size, threads=threads)
 
 
 def step_loader(urls: str, tokenizer: Tokenizer, **options) -> TrainLoader:
