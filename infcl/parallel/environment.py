@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+import psutil
+
 # each launcher's variables for (rank, world size, local rank); the first launcher whose rank is set is used
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # deepspeed, torchrun
@@ -50,7 +52,7 @@ def export_rank(rank: int, world_size: int, local_rank: int) -> None:
 
 
 def deepspeed_launcher() -> int | None:
-    """Return the process id of the DeepSpeed launcher that started this process, or None (also without /proc)."""
+    """Return the process id of the DeepSpeed launcher that started this process, or None."""
     parent = os.getppid()
     return parent if "deepspeed.launcher.launch" in _command(parent) else None
 
@@ -71,8 +73,8 @@ def deepspeed_runner() -> int | None:
 def parent_of(process: int) -> int | None:
     """Return the parent's process id: 0 if it is outside this container, None if the process has ended."""
     try:
-        return int(Path(f"/proc/{process}/status").read_text().split("PPid:")[1].split()[0])
-    except OSError:
+        return psutil.Process(process).ppid()
+    except psutil.Error:
         return None
 
 
@@ -91,9 +93,9 @@ def require_hostfile() -> None:
     if hostfile is None:
         return
     try:
-        if (Path(f"/proc/{runner}/cwd") / hostfile).is_file():
+        if (Path(psutil.Process(runner).cwd()) / hostfile).is_file():
             return
-    except OSError:  # the process has ended, or belongs to another user
+    except psutil.Error:  # the process has ended, or belongs to another user
         return
     raise ValueError(f"deepspeed was given --hostfile {hostfile}, which does not exist: it started this node alone")
 
@@ -101,6 +103,6 @@ def require_hostfile() -> None:
 def _command(process: int) -> list[str]:
     """Return the words of a process's command line, or [] if it cannot be read."""
     try:
-        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
+        return psutil.Process(process).cmdline()
+    except psutil.Error:
         return []

@@ -82,27 +82,19 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
             f"--caption-tokens {tokens} must lie in [1, {length}], the context length of {arguments.model}"
         )
     size = _number("--micro-batch-size", arguments.micro_batch_size)
+    alike = "gpus gpus_per_node host_memory_gib global_batch zero loss ring precision attention sequence_parallel"
     setting = Setting(
         **captions_of(model, tokens),
+        **{name: getattr(arguments, name) for name in alike.split()},
         gpu=load_gpu(arguments.gpu),
         link=load_link(arguments.link),
-        gpus=arguments.gpus,
-        gpus_per_node=arguments.gpus_per_node,
-        host_memory_gib=arguments.host_memory_gib,
-        global_batch=arguments.global_batch,
         micro_batch=size or max(1, arguments.tensor_parallel_size),
-        zero=arguments.zero,
         checkpointing=arguments.grad_checkpointing,
         compiled=arguments.compile_blocks != "off",
         resident=_number("--resident-micro-batches", arguments.resident_micro_batches) or 0,
         offloads=("optimizer",) if arguments.offload else (),
         pixels="device" if arguments.pixel_cache_gb == "gpu" else "host",
-        loss=arguments.loss,
-        ring=arguments.ring,
-        precision=arguments.precision,
-        attention=arguments.attention,
         tensor_parallel=arguments.tensor_parallel_size,
-        sequence_parallel=arguments.sequence_parallel,
     )
     setting.check()
     if size:

@@ -15,6 +15,7 @@ from infcl.config.preset import bucket_elements, sums_gradients_on_host
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.models.config import VisionConfig, kept_patches
 from infcl.plan.setting import Setting
+from infcl.step.offload import UPLOAD_LEAD
 
 HEADROOM = 0.08  # share of device memory that cached activations leave for fragments and library workspaces
 _BUCKETS_AHEAD = 3  # DeepSpeed's stage 3 waits for the third last bucket (max_param_reduce_events)
@@ -140,7 +141,8 @@ def gathered_bytes(setting: Setting) -> float:
 def pixels_on_device(setting: Setting) -> float:
     """Return the bytes of pixels on the device: in transit to it, and cached there."""
     cached = setting.waiting_pixels if setting.pixels == "device" else 0.0
-    return setting.micro_batch_pixels * setting.uploads + cached
+    uploads = 0 if setting.on_cpu else 1 + UPLOAD_LEAD
+    return setting.micro_batch_pixels * uploads + cached
 
 
 # ---- the loss ----

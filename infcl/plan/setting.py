@@ -17,10 +17,8 @@ from infcl.models.clip import frozen_blocks
 from infcl.models.config import CLIPConfig, check_divides
 from infcl.models.packing import packs, row_length
 from infcl.plan.profile import Gpu, Link, load_gpu, load_link
-from infcl.step.offload import UPLOAD_LEAD
 
 STAGES = (0, 1, 2, 3)
-TOWERS = ("image", "text")
 # The residual stream's bytes per number (image, text); under autocast it has the type of the convolution's output in
 # the image tower (half precision), and of the embedding in the text tower (FP32).
 _STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
@@ -160,12 +158,7 @@ class Setting:
     @property
     def stream_bytes(self) -> dict[str, int]:
         """{"image", "text"}: bytes per number of the residual stream between blocks."""
-        return dict(zip(TOWERS, _STREAM_BYTES[self.precision]))
-
-    @property
-    def uploads(self) -> int:
-        """Micro-batches of pixels on their way to the GPU."""
-        return 0 if self.on_cpu else 1 + UPLOAD_LEAD
+        return dict(zip(("image", "text"), _STREAM_BYTES[self.precision]))
 
     @property
     def micro_batch_pixels(self) -> float:
@@ -225,9 +218,7 @@ def parameters_of(model: CLIPConfig) -> int:
 
 
 def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
-    """Return a Setting's `model` and `caption_row` for packed captions.
-
-    Packed captions count as shorter captions that attend within rows.
+    """Return a Setting's `model` and `caption_row`. Packed captions count as shorter ones that attend within rows.
 
     Args:
         model: the model's config.
@@ -249,12 +240,12 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
 
 def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return {"image": (parameters, trainable parameters), "text": ..., "scalars": ...}."""
-    counts = {"image": [0, 0], "text": [0, 0], "scalars": [0, 0]}
+    counts = dict.fromkeys(("image", "text", "scalars"), (0, 0))
     for name, parameter in model.named_parameters():
         part = "image" if name.startswith("visual.") else "scalars" if name.startswith("logit_") else "text"
-        counts[part][0] += parameter.numel()
-        counts[part][1] += parameter.numel() * parameter.requires_grad
-    return {part: (total, trainable) for part, (total, trainable) in counts.items()}
+        total, trainable = counts[part]
+        counts[part] = total + parameter.numel(), trainable + parameter.numel() * parameter.requires_grad
+    return counts
 
 
 def setting_of_run(
@@ -274,8 +265,8 @@ def setting_of_run(
     # several texts per image take the memory of one text that is longer by this factor
     cfg = cfg.with_overrides(context_length=cfg.text_cfg.context_length * flags.texts_per_image)
     parameters, trainable = (sum(column) for column in zip(*counts.values()))
-    share, trunks = flags.tensor_parallel_size, kept_trunks(flags, cfg)
-    replays_pixels = not trunks["image"] and not (flags.lock_image and flags.lock_image_unlocked_groups == 0)
+    share, locked = flags.tensor_parallel_size, locked_towers(flags, cfg)
+    replays_pixels = not locked["image"][1] and not (flags.lock_image and flags.lock_image_unlocked_groups == 0)
     limit = float("inf") if flags.pixel_cache_gb in ("auto", "gpu") else float(flags.pixel_cache_gb) * 1e9
     setting = Setting(
         model=cfg.with_overrides(patch_dropout=0.0) if flags.lock_image else cfg,  # a locked tower drops none
@@ -296,35 +287,27 @@ def setting_of_run(
         zero_options=spec.zero_optimization,
         counts=(parameters, trainable),
         moments=state_bytes_per_element(flags),
-        blocks=trained_blocks(flags, cfg),
+        blocks={tower: trained for tower, (trained, _) in locked.items()},
         pixel_bytes=limit if replays_pixels else 0.0,
         checkpoint=checkpoint_bytes(flags, parameters // share, trainable // share),
         on_cpu=on_cpu,
     )
-    return setting.with_(trunks=sum(trunks[tower] * size for tower, size in setting.stream_bytes.items()))
+    return setting.with_(trunks=sum(locked[tower][1] * size for tower, size in setting.stream_bytes.items()))
 
 
-def trained_blocks(flags: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
-    """Return {"image", "text"}: number of trained blocks per tower, counted from the last."""
-    return {name: max(0, layers - frozen) for name, layers, frozen, _ in _locks(flags, cfg)}
+def locked_towers(flags: TrainConfig, cfg: CLIPConfig) -> dict[str, tuple[int, int]]:
+    """Return {"image", "text"}: what the flags leave of each tower to train, and what its trunk keeps.
 
-
-def kept_trunks(flags: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
-    """Return {"image", "text"}: numbers per sample that trunks keep between the passes (CLIP.trunk_numbers)."""
-    tokens = {"image": 1 + cfg.vision_cfg.num_patches, "text": cfg.text_cfg.context_length}
-    widths = {"image": cfg.vision_cfg.width, "text": cfg.text_cfg.width}
-    kept = {}
-    for name, layers, frozen, unlocked in _locks(flags, cfg):
-        keeps = unlocked == 1 or 0 < frozen <= layers
-        kept[name] = (1 if frozen > layers else tokens[name]) * widths[name] if unlocked and keeps else 0
-    return kept
-
-
-def _locks(flags: TrainConfig, cfg: CLIPConfig) -> list[tuple[str, int, int, int]]:
-    """Return (tower, number of blocks, number of frozen blocks, number of unlocked groups if locked) per tower."""
-    image, text = cfg.vision_cfg.layers, cfg.text_cfg.layers
-    groups = flags.lock_image_unlocked_groups, flags.lock_text_unlocked_layers
-    return [
-        ("image", image, frozen_blocks(image, groups[0]) if flags.lock_image else 0, groups[0]),
-        ("text", text, frozen_blocks(text, groups[1]) if flags.lock_text else 0, groups[1]),
-    ]
+    The numbers are (trained blocks, counted from the last; numbers per sample that the frozen trunk keeps between the
+    passes, as CLIP.trunk_numbers).
+    """
+    vision, text, found = cfg.vision_cfg, cfg.text_cfg, {}
+    for name, locked, unlocked, tower, tokens in (
+        ("image", flags.lock_image, flags.lock_image_unlocked_groups, vision, 1 + vision.num_patches),
+        ("text", flags.lock_text, flags.lock_text_unlocked_layers, text, text.context_length),
+    ):
+        frozen = frozen_blocks(tower.layers, unlocked) if locked else 0
+        keeps = unlocked == 1 or (unlocked > 0 and 0 < frozen <= tower.layers)
+        kept = (1 if frozen > tower.layers else tokens) * tower.width if keeps else 0
+        found[name] = max(0, tower.layers - frozen), kept
+    return found

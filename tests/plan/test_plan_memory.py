@@ -25,7 +25,7 @@ from infcl.plan.memory import (
     memory_of,
     state_bytes,
 )
-from infcl.plan.setting import Setting, kept_trunks, parameter_counts, trained_blocks
+from infcl.plan.setting import Setting, locked_towers, parameter_counts
 from infcl.train.build import build_model
 from tests.lib.measured import FIRST_PART_APART
 from tests.lib.ranks import run_ranks
@@ -213,10 +213,9 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(de
     config = demo_config(demo_folder, tmp_path, **flags, compile_blocks="off")
     with torch.device("meta"):
         model = build_model(config, cfg)[0]
-    assert sum(kept_trunks(config, cfg).values()) == model.trunk_numbers()
     blocks = model.visual.transformer.resblocks
     trained = sum(all(p.requires_grad for p in block.parameters()) for block in blocks)
-    assert trained_blocks(config, cfg) == {"image": trained, "text": 12}
+    assert locked_towers(config, cfg) == {"image": (trained, model.trunk_numbers()), "text": (12, 0)}
     parts = memory_of_run(cfg, BatchPlan(1, 2, 16), config, parameter_counts(model), "fp32", {}, stage=1)
     one = setting(cfg, micro_batch=16, precision="fp32", compiled=False)
     whole = activation_bytes(one)
