@@ -104,8 +104,7 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
     """
     chosen = [host for host in hosts if host in alive]
     if global_batch_size:
-        sets = _largest_sets({host: hosts[host] for host in chosen})
-        dividing = {ranks: those for ranks, those in sets.items() if ranks and global_batch_size % ranks == 0}
+        dividing = _dividing_sets({host: hosts[host] for host in chosen}, global_batch_size)
         enough = {ranks: those for ranks, those in dividing.items() if len(those) >= min_hosts}
         chosen = list(max((enough or dividing).items(), default=(0, ()))[1])
     if len(chosen) < min_hosts:
@@ -118,20 +117,19 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
     return {host: hosts[host] for host in chosen}
 
 
-def _largest_sets(hosts: dict[str, int]) -> dict[int, tuple[str, ...]]:
-    """Return {ranks: the largest set of hosts with that many ranks in total} for every total that is possible."""
+def _dividing_sets(hosts: dict[str, int], global_batch_size: int) -> dict[int, tuple[str, ...]]:
+    """Return {ranks: the largest set of hosts with that many ranks in total} for totals that divide the batch."""
     sets: dict[int, tuple[str, ...]] = {0: ()}
     for host, slots in hosts.items():
         for ranks, those in list(sets.items()):
             if len(those) + 1 > len(sets.get(ranks + slots, ())):
                 sets[ranks + slots] = (*those, host)
-    return sets
+    return {ranks: those for ranks, those in sets.items() if ranks and global_batch_size % ranks == 0}
 
 
 def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
     """Return the numbers of hosts whose ranks divide the global batch, of the largest sets for each number of ranks."""
-    sets = _largest_sets(hosts).items()
-    return sorted({len(those) for ranks, those in sets if ranks and global_batch_size % ranks == 0})
+    return sorted({len(those) for those in _dividing_sets(hosts, global_batch_size).values()})
 
 
 def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int | None) -> str:

@@ -119,7 +119,7 @@ def _rounds(nodes: list[Node]) -> list[list[tuple[int, int]]]:
 
     In a round each node is paired with one other, and its ranks with those of the same local rank.
     """
-    seats = [range(node.first_rank, node.first_rank + node.num_ranks) for node in nodes]
+    seats = [node.ranks for node in nodes]
     if len(seats) % 2:
         seats.append(range(0))
     rounds = []
@@ -131,10 +131,7 @@ def _rounds(nodes: list[Node]) -> list[list[tuple[int, int]]]:
 
 
 def _names(node: Node, nodes: list[Node]) -> list[str]:
-    """Return the names of a node's ranks.
-
-    host:local rank, or host@first rank:local rank if several nodes (for example containers) have the same hostname.
-    """
+    """Return host:local rank of a node's ranks; host@first rank:local rank if nodes have the same hostname."""
     alone = sum(other.host == node.host for other in nodes) == 1
     host = node.host if alone else f"{node.host}@{node.first_rank}"
     return [f"{host}:{local_rank}" for local_rank in range(node.num_ranks)]
@@ -153,13 +150,13 @@ def _exchange(
         peer = next((b if a == parallel.rank else a for a, b in pairs if parallel.rank in (a, b)), None)
         if peer is None:
             continue
-        seconds = _seconds(parallel, functools.partial(_send_and_receive, block, incoming, peer))
+        seconds = _seconds(parallel, functools.partial(_swap, block, incoming, peer))
         if parallel.rank < peer:
             rates[f"{names[parallel.rank]} - {names[peer]}"] = block.numel() / seconds / 1e9
     return rates
 
 
-def _send_and_receive(block: torch.Tensor, incoming: torch.Tensor, peer: int) -> None:
+def _swap(block: torch.Tensor, incoming: torch.Tensor, peer: int) -> None:
     ops = [dist.P2POp(dist.isend, block, peer), dist.P2POp(dist.irecv, incoming, peer)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()

@@ -115,7 +115,7 @@ def init_parallel(
         own = {**settings, "device": target.type}
         uuid = str(torch.cuda.get_device_properties(target).uuid) if target.type == "cuda" else None
         nodes = join_all(store, rank, local_rank, world_size, timeout=timeout, settings=own, gpu=uuid)
-        _share_cores(next(node.num_ranks for node in nodes if rank < node.first_rank + node.num_ranks), bound=bound)
+        _share_cores(next(node.num_ranks for node in nodes if rank in node.ranks), bound=bound)
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}
             ranks_per_node = sizes.pop() if len(sizes) == 1 else None
@@ -170,14 +170,10 @@ def why_no_gpu() -> str:
 
 
 def _share_cores(num_ranks: int, *, bound: bool) -> None:
-    """Limit torch's threads to this rank's share of the node's cores, unless OMP_NUM_THREADS is set.
+    """Limit torch's threads to this rank's share of its node's cores, unless OMP_NUM_THREADS is set.
 
-    By default torch uses all cores in each rank of a node, and the threads wait for each other. A container may have
-    only some of the node's cores, for all its ranks together.
-
-    Args:
-        num_ranks: ranks of this node.
-        bound: the launcher has bound this process to its own cores, as mpirun and srun do.
+    By default torch uses all cores in each rank of a node, and the threads wait for each other. If the launcher has
+    `bound` this process, its cores are its own, but a container's quota is still for all ranks together.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         cores = os.cpu_count() or 1
@@ -199,7 +195,7 @@ def rank_and_host(parallel: Parallel) -> str:
     """Return this process's name for messages: "rank 5 on worker-2", or "rank 5" on a single node."""
     if parallel.hosts == 1:
         return f"rank {parallel.rank}"
-    here = next(node.host for node in reversed(parallel.nodes) if node.first_rank <= parallel.rank)
+    here = next(node.host for node in parallel.nodes if parallel.rank in node.ranks)
     return f"rank {parallel.rank} on {here}"
 
 

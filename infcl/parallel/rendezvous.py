@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -33,9 +33,12 @@ class Node:
     first_rank: int
     num_ranks: int
 
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
     def __str__(self) -> str:
-        last = self.first_rank + self.num_ranks - 1
-        return f"{self.host} (rank{'' if self.num_ranks == 1 else 's'} {_span(self.first_rank, last)})"
+        return f"{self.host} (rank{'' if self.num_ranks == 1 else 's'} {_ranges(self.ranks)})"
 
 
 def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta, run: str = "") -> dist.Store:
@@ -166,7 +169,7 @@ def _compare(everyone: list[dict]) -> list[tuple[str, int]]:
 
 def _shared_gpus(node: Node, everyone: list[dict]) -> list[str]:
     ranks: dict[str, list[int]] = {}
-    for rank in range(node.first_rank, node.first_rank + node.num_ranks):
+    for rank in node.ranks:
         ranks.setdefault(everyone[rank]["gpu"] or f"CPU of rank {rank}", []).append(rank)
     return [
         f"ranks {_ranges(some)} on {node.host} have one GPU, {gpu}: start at most {len(ranks)} per node, "
@@ -204,7 +207,7 @@ def _absent(store: dist.Store, keys: list[str]) -> tuple[str, str]:
     """Return the ranks that have not joined, and the hosts of those that have."""
     joined = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     hosts = ", ".join(dict.fromkeys(one["host"] for one in joined.values()))
-    return _ranges([rank for rank in range(len(keys)) if rank not in joined]), hosts
+    return _ranges(rank for rank in range(len(keys)) if rank not in joined), hosts
 
 
 def nodes_of(ranks: list[tuple[str, int]]) -> list[Node]:
@@ -214,7 +217,7 @@ def nodes_of(ranks: list[tuple[str, int]]) -> list[Node]:
     return [Node(ranks[start][0], start, end - start) for start, end in zip(starts, ends)]
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(numbers: Iterable[int]) -> str:
     """Format numbers as ranges: [0, 1, 2, 5] -> '0-2, 5'."""
     spans: list[list[int]] = []
     for number in numbers:
@@ -222,8 +225,4 @@ def _ranges(numbers: list[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ", ".join(_span(*span) for span in spans)
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -30,10 +30,9 @@ _SPARED_BYTES = {"image": 4.0, "text": 2.0}
 
 
 def memory_of(setting: Setting) -> dict[str, float]:
-    """Return {part: bytes per rank}.
+    """Return {part: bytes per rank}; the last entry is the "peak".
 
-    The last entry is the "peak". It is less than the sum, because some parts do not exist at the same time: it is the
-    larger of the loss, before any backward, and the replays after it.
+    The peak is less than the sum, because the loss is over before the first backward.
     """
     graphs = graph_bytes(setting)
     buckets = bucket_bytes(setting, graph=graphs["activations"] / setting.cached)
@@ -54,8 +53,8 @@ def memory_of(setting: Setting) -> dict[str, float]:
 def reserved_bytes(setting: Setting) -> float:
     """Return the bytes that cached activations must leave free, besides HEADROOM, parameters and optimizer.
 
-    These are gradients and a bucket of them, the loss and its workspace, the bytes that a backward adds to the graphs
-    (with recomputation more than half a graph), trunks of frozen blocks, and pixels on the device or in transit.
+    These are gradients and a bucket of them, the loss, what a backward adds to the graphs, trunks of frozen blocks, and
+    pixels on the device or in transit.
     """
     passing = graph_bytes(setting)["backward"] + pixels_on_device(setting) + setting.rank_batch * setting.trunks
     return 8 * setting.trainable + sum(_loss_of(setting).values()) + WORKSPACE_BYTES + passing
@@ -87,9 +86,9 @@ def state_bytes(setting: Setting) -> dict[str, float]:
 def _passing_bytes(setting: Setting) -> float:
     """Return the peak bytes of gradients on their way from the GPU to an offloaded optimizer.
 
-    ZeRO-3: the backward runs ahead by up to three buckets, whose gradients wait for the stream that transfers them; on
-    a CPU it does not. The bucket in transit exists a second time; in half precision the rank's share of it exists in
-    FP32 too. ZeRO-2 in half precision keeps the FP32 sums. ZeRO-1 keeps full gradients until the last micro-batch.
+    ZeRO-3: on a GPU the backward runs ahead by up to three buckets. The bucket in transit exists a second time; in half
+    precision the rank's share of it exists in FP32 too. ZeRO-2 in half precision keeps the FP32 sums, ZeRO-1 full
+    gradients until the last micro-batch.
     """
     ranks, trainable, width = setting.dp_size, setting.trainable, setting.element_bytes
     if setting.zero < 3:
@@ -107,11 +106,8 @@ def bucket_bytes(setting: Setting, *, graph: float = 0.0) -> float:
 
     Stages 1 and 2 have one bucket, or two with overlap_comm; stage 3 has one. An element takes 2 bytes in stages 2 and
     3 with half-precision parameters, else 4. FP32 buckets that fill before the backward ends are flattened while
-    activations exist, except for the share of the `graph` bytes that is freed by then.
-
-    Stage 3 without offload has gradients instead of a buffer (engine/zero3.py): the filling bucket, one in transit,
-    and its flattened copy. A bucket larger than the model counts in full, like DeepSpeed's own buffer. The actual bytes
-    are between zero and twice the model's gradients.
+    activations exist, except for the share of the `graph` bytes that is freed by then. Stage 3 without offload has
+    gradients instead of a buffer (engine/zero3.py): the filling bucket, one in transit, and its flattened copy.
     """
     if setting.zero == 0 or setting.bf16_optimizer:
         return 0.0
@@ -151,13 +147,12 @@ def pixels_on_device(setting: Setting) -> float:
 def loss_bytes(
     name: str, *, rows: int, ranks: int, width: int, precision: str = "amp_bf16", two_level: bool = False
 ) -> dict[str, float]:
-    """Return the bytes per rank of the loss.
+    """Return {"feature gradients", "loss"}: bytes per rank. FP32 feature gradients stay until the last replay.
 
     The ring loss needs features and a bounded workspace. With several ranks it also needs two blocks in transit, their
     two gradient blocks, and the terms that are added to these. A two-level ring needs two more blocks in transit to the
     next node, three more gradient blocks, and the first part of each later lap. The baselines store logits and softmax
-    of both directions in FP32, DisCo-CLIP those of one direction at a time. They gather at least as much as a ring
-    sends.
+    of both directions in FP32, DisCo-CLIP those of one direction at a time.
 
     Args:
         name: the loss.
@@ -166,10 +161,6 @@ def loss_bytes(
         width: embedding width, D.
         precision: "fp32", "amp_bf16", "bf16" or "fp16".
         two_level: whether the ring has two levels.
-
-    Returns:
-        {"feature gradients": FP32 gradients of both sides' features, which stay until the last replay; "loss": bytes
-        that only the loss needs}.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}
@@ -201,13 +192,10 @@ def activation_bytes(setting: Setting) -> float:
 
 
 def graph_bytes(setting: Setting) -> dict[str, float]:
-    """Return the bytes of all graphs that exist at the same time.
+    """Return {"activations": bytes of the cached graphs, "backward": most bytes that a backward adds}.
 
     The text tower is last in the forward and first in the backward. Its graph is freed before the backward of the image
     tower's blocks.
-
-    Returns:
-        {"activations": bytes of the cached graphs, "backward": most bytes that a backward adds}.
     """
     # Autocast keeps half-precision copies of the weights in a graph; with recomputation only those of one block.
     cast = 2.0 * setting.trainable if setting.precision == "amp_bf16" and not setting.checkpointing else 0.0
@@ -295,14 +283,10 @@ def host_parts(setting: Setting) -> dict[str, float]:
 
 
 def host_bytes(setting: Setting, ranks: int) -> float:
-    """Return the peak bytes of the node that has the run's first rank.
+    """Return the peak bytes of the node of the run's first rank, which has `ranks` ranks.
 
     The first rank begins with FP32 copies of half-precision parameters. They are freed before pixels are cached and
     checkpoints are written.
-
-    Args:
-        setting: the setting.
-        ranks: ranks per node.
     """
     parts = host_parts(setting)
     later = parts["pixels"] + parts["checkpoint"]

@@ -1,5 +1,6 @@
 """Search over settings: the largest batch that fits, the fastest settings of a batch, and scaling curves."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import product
 from operator import attrgetter
@@ -44,20 +45,8 @@ def fits_host(setting: Setting, gib: float, *, pixels: bool = False) -> bool:
 def largest_batch(setting: Setting) -> int:
     """Return the largest global batch that fits, a multiple of one micro-batch per rank; 0 if none fits."""
     unit = setting.dp_size * setting.micro_batch
-
-    def fitting(count: int) -> bool:
-        return fits(setting.with_(global_batch=count * unit))
-
-    if not fitting(1):
-        return 0
-    above = 2
-    while fitting(above) and above < 2**40:
-        above *= 2
-    below = above // 2
-    while above - below > 1:
-        middle = (above + below) // 2
-        below, above = (middle, above) if fitting(middle) else (below, middle)
-    return below * unit
+    multiples = range(unit, unit * 2**40, unit)
+    return unit * bisect_left(multiples, True, key=lambda size: not fits(setting.with_(global_batch=size)))
 
 
 def micro_batches(setting: Setting) -> list[int]:
@@ -68,10 +57,9 @@ def micro_batches(setting: Setting) -> list[int]:
 
 
 def candidates(setting: Setting) -> Iterator[Setting]:
-    """Yield settings of the same model, GPUs and global batch.
+    """Yield settings of the same model, GPUs and global batch, with every value of all other options.
 
-    They have every micro-batch size, ZeRO stage, checkpointing, offload and T; for T above 1, with and without sequence
-    parallelism.
+    These are micro-batch size, ZeRO stage, checkpointing, offload, T and, for T above 1, sequence parallelism.
     """
     for parts in (1, 2, 4, 8):
         split = setting.with_(tensor_parallel=parts, sequence_parallel=False)
@@ -114,16 +102,9 @@ def resolved(setting: Setting) -> Setting:
 
 
 def fastest(setting: Setting, count: int = 5) -> list[tuple[float, Setting]]:
-    """Return the fastest settings that fit.
+    """Return [(seconds per step, setting)] of the `count` fastest candidates that fit, the fastest first.
 
     Equal times, to the three digits that an estimate has, are sorted by complexity, then by memory.
-
-    Args:
-        setting: the setting to vary.
-        count: how many settings to return.
-
-    Returns:
-        [(seconds per step, setting)], the fastest first.
     """
     others = filter(fits, map(resolved, candidates(setting)))
     timed = [(step_seconds(other), memory_of(other)["peak"], other) for other in others]

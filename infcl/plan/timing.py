@@ -94,7 +94,7 @@ def samples_per_second(setting: Setting) -> float:
 def tower_phases(setting: Setting) -> list[Phase]:
     """Return the GPU time of all passes over the micro-batches: "encode", "replay" and, for T > 1, their sums."""
     micro_batches, parts = setting.num_micro_batches, setting.tensor_parallel
-    forward = sum(_towers(setting).values()) + _ends_seconds(setting)
+    forward = _blocks_seconds(setting) + _ends_seconds(setting)
     replayed = (4 if setting.checkpointing else 3) * micro_batches  # in forwards
     phases = [_shown("encode", forward * _encoded(setting)), _shown("replay", forward * replayed)]
     if parts > 1:
@@ -119,23 +119,21 @@ def _sizes(setting: Setting) -> list[tuple[int, int, int, float]]:
     """Return (tokens, width, layers, MLP ratio) of the image tower and of the text tower."""
     vision, text = setting.model.vision_cfg, setting.model.text_cfg
     tokens = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
-    return [
-        (tokens, vision.width, vision.layers, vision.mlp_ratio),
-        (text.context_length, text.width, text.layers, text.mlp_ratio),
-    ]
+    lengths = (tokens, vision), (text.context_length, text)
+    return [(length, tower.width, tower.layers, tower.mlp_ratio) for length, tower in lengths]
 
 
-def _towers(setting: Setting) -> dict[str, float]:
-    """Return {"image", "text"}: seconds of one micro-batch's forward through the blocks of a tower."""
+def _blocks_seconds(setting: Setting) -> float:
+    """Return the seconds of one micro-batch's forward through the blocks of both towers."""
     vision, text, parts = setting.model.vision_cfg, setting.model.text_cfg, setting.tensor_parallel
     heads = (vision.head_width, False, None), (text.width // text.heads, not text.no_causal_mask, setting.caption_row)
     rest = _rest(setting.gpu, compiled=setting.compiled)
     rest *= 1 / parts if setting.sequence_parallel else UNSPLIT + (1 - UNSPLIT) / parts
-    seconds = {}
-    for name, (tokens, width, layers, ratio), (head, causal, row) in zip(("image", "text"), _sizes(setting), heads):
+    seconds = 0.0
+    for (tokens, width, layers, ratio), (head, causal, row) in zip(_sizes(setting), heads):
         flops = _gemms(width, ratio) / GEMMS + _attention(setting, tokens, width, head, causal=causal, row=row)
         per_token = flops / setting.matmul_rate / parts + width * rest
-        seconds[name] = setting.micro_batch * tokens * layers * per_token
+        seconds += setting.micro_batch * tokens * layers * per_token
     return seconds
 
 
@@ -169,9 +167,8 @@ def positions(length: int) -> int:
 
 def own_positions(length: int) -> int:
     """Return the token positions that the Triton kernels compute: one tile, or full blocks and a short one."""
-    if length <= LONGEST:
-        return next(tile for tile in (32, 64, LONGEST) if tile >= length)
-    return length // BLOCK * BLOCK + SHORT
+    tiles = (tile for tile in (32, 64, LONGEST) if tile >= length)
+    return next(tiles, length // BLOCK * BLOCK + SHORT)
 
 
 def _rest(gpu: Gpu, *, compiled: bool) -> float:
@@ -249,10 +246,9 @@ def _lap(setting: Setting, compute: float, block: float, result: float) -> tuple
     ring: laps within a node, and between them crossings to the next node, each of which overlaps a lap.
     """
     nodes, size = setting.nodes, setting.gpus
-    inside, inside_last = (sent / (setting.gpu.link_gbs * 1e9) + 10e-6 for sent in (block + result, result))
-    cross, cross_last = (
-        sent / (setting.link.gbs * 1e9) + setting.link.latency_us * 1e-6 for sent in (block + result, result)
-    )
+    sizes = block + result, result
+    inside, inside_last = (sent / (setting.gpu.link_gbs * 1e9) + 10e-6 for sent in sizes)
+    cross, cross_last = (sent / (setting.link.gbs * 1e9) + setting.link.latency_us * 1e-6 for sent in sizes)
     if nodes == 1:
         hops = (size - 1) * inside + inside_last
         return hops, hops

@@ -51,26 +51,24 @@ def test_a_missing_hostfile_is_a_usage_error_and_a_valid_one_prints_nothing(tmp_
 HOSTS = {"a": 8, "b": 8, "c": 8, "d": 8}
 
 
-def test_a_run_continues_with_the_hosts_that_answer():
-    assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=3, global_batch_size=None) == {"a": 8, "c": 8, "d": 8}
+UNEQUAL, LARGE_FIRST = {"a": 6, "b": 8, "c": 8}, {"a": 16, "b": 4, "c": 2, "d": 2}
 
 
-def test_hosts_are_left_out_until_the_ranks_divide_the_global_batch():
-    assert choose_alive(HOSTS, {"a", "c", "d"}, min_hosts=2, global_batch_size=4096) == {"a": 8, "c": 8}
-
-
-def test_hosts_with_the_most_ranks_that_divide_the_batch_are_chosen():
-    """Leaving out only the last hosts of 6 + 8 + 8 ranks would find none; the counts agree with the choice."""
-    mixed = {"a": 6, "b": 8, "c": 8}
-    assert dividing_counts(mixed, 4096) == [1, 2]
-    assert choose_alive(mixed, set(mixed), min_hosts=2, global_batch_size=4096) == {"b": 8, "c": 8}
-    assert choose_alive(mixed, {"a", "c"}, min_hosts=1, global_batch_size=4096) == {"c": 8}
-
-
-def test_more_hosts_are_taken_where_as_many_are_needed():
-    mixed = {"a": 16, "b": 4, "c": 2, "d": 2}
-    assert choose_alive(mixed, set(mixed), min_hosts=1, global_batch_size=16) == {"a": 16}
-    assert choose_alive(mixed, set(mixed), min_hosts=2, global_batch_size=16) == {"b": 4, "c": 2, "d": 2}
+@pytest.mark.parametrize(
+    ("hosts", "alive", "minimum", "batch", "chosen"),
+    [
+        (HOSTS, "acd", 3, None, "acd"),  # all that answer
+        (HOSTS, "acd", 2, 4096, "ac"),  # as many as divide the batch
+        (HOSTS, "abd", 3, 49152, "abd"),
+        (UNEQUAL, "abc", 2, 4096, "bc"),  # leaving out only the last hosts of 6 + 8 + 8 ranks would find none
+        (UNEQUAL, "ac", 1, 4096, "c"),
+        (LARGE_FIRST, "abcd", 1, 16, "a"),
+        (LARGE_FIRST, "abcd", 2, 16, "bcd"),  # more hosts, where as many are needed
+    ],
+)
+def test_a_run_continues_with_the_most_ranks_that_divide_the_batch(hosts, alive, minimum, batch, chosen):
+    found = choose_alive(hosts, set(alive), min_hosts=minimum, global_batch_size=batch)
+    assert list(found.items()) == [(host, hosts[host]) for host in chosen]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 200), st.integers(1, 6))
@@ -100,17 +98,20 @@ def test_too_few_hosts_are_rejected_with_their_names(alive, minimum):
         choose_alive(HOSTS, alive, min_hosts=minimum, global_batch_size=4096)
 
 
-def test_three_of_four_hosts_continue_if_their_ranks_divide_the_batch():
-    alive = {"a", "b", "d"}
-    assert choose_alive(HOSTS, alive, min_hosts=3, global_batch_size=49152) == {"a": 8, "b": 8, "d": 8}
-    text = "a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts"
-    assert check_counts(HOSTS, min_hosts=3, global_batch_size=49152) == text
+@pytest.mark.parametrize(
+    ("hosts", "batch", "counts"),
+    [({"a": 8, "b": 4, "c": 4}, 16, [1, 2, 3]), ({"a": 3, "b": 5}, 24, [1, 2]), ({"a": 5, "b": 7}, 16, []),
+     (UNEQUAL, 4096, [1, 2])],
+)  # fmt: skip
+def test_counts_of_hosts_with_different_slots(hosts, batch, counts):
+    assert dividing_counts(hosts, batch) == counts
 
 
-def test_counts_of_hosts_with_different_slots():
-    assert dividing_counts({"a": 8, "b": 4, "c": 4}, 16) == [1, 2, 3]
-    assert dividing_counts({"a": 3, "b": 5}, 24) == [1, 2]
-    assert dividing_counts({"a": 5, "b": 7}, 16) == []
+@pytest.mark.parametrize(("minimum", "batch", "counts"), [(3, 49152, "1, 2, 3, 4"), (4, 32768, "1, 2, 4")])
+def test_the_counts_that_a_run_can_continue_with_are_described(minimum, batch, counts):
+    """The minimum may be all hosts."""
+    text = f"a batch of {batch} is divided by the ranks of {counts} of 4 hosts"
+    assert check_counts(HOSTS, min_hosts=minimum, global_batch_size=batch) == text
 
 
 @pytest.mark.parametrize(("minimum", "batch"), [(3, 32768), (5, 49152), (0, 49152), (1, 7)])
@@ -126,7 +127,3 @@ def test_without_a_batch_any_number_of_hosts_from_the_minimum_on_is_accepted(tmp
     assert capsys.readouterr().out == "at least 2 of 2 hosts\n"
     assert main(["counts", str(path), "--min-hosts", "3"]) == 2
     assert "--min-hosts 3 must be in [1, 2], the hosts of the file" in capsys.readouterr().err
-
-
-def test_the_minimum_may_be_all_hosts():
-    assert "1, 2, 4 of 4 hosts" in check_counts(HOSTS, min_hosts=4, global_batch_size=32768)
