@@ -51,21 +51,16 @@ UPDATE_BYTES = 128.0  # per parameter: DeepSpeed flattens, casts, measures and c
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step: `exposed` of its `seconds` lengthen the step, the rest `overlaps` other phases."""
+    """A phase of a step. It overlaps `room` seconds of other phases, and only the remainder lengthens the step."""
 
     name: str
     seconds: float
-    exposed: float
+    room: float = 0.0
     overlaps: str = ""
 
-
-def _shown(name: str, seconds: float) -> Phase:
-    return Phase(name, seconds, seconds)
-
-
-def _hidden(name: str, seconds: float, room: float, overlaps: str) -> Phase:
-    """Return a phase that overlaps `room` seconds of another phase and costs only the remainder."""
-    return Phase(name, seconds, max(0.0, seconds - room), overlaps)
+    @property
+    def exposed(self) -> float:
+        return max(0.0, self.seconds - self.room)
 
 
 def phases_of(setting: Setting) -> list[Phase]:
@@ -75,7 +70,8 @@ def phases_of(setting: Setting) -> list[Phase]:
     computing, host = sum(phase.exposed for phase in gpus), _host_seconds(setting) + _loss_host_seconds(setting)
     # If host and GPUs take equally long, neither hides the other fully, because blocks are wide or narrow.
     together = (computing**4 + host**4) ** 0.25
-    return [*gpus, Phase("host", host, together - computing, "encode, loss and replay"), *_update_phases(setting)]
+    overlap = host + computing - together
+    return [*gpus, Phase("host", host, overlap, "encode, loss and replay"), *_update_phases(setting)]
 
 
 def step_seconds(setting: Setting) -> float:
@@ -96,12 +92,12 @@ def tower_phases(setting: Setting) -> list[Phase]:
     micro_batches, parts = setting.num_micro_batches, setting.tensor_parallel
     forward = _blocks_seconds(setting) + _ends_seconds(setting)
     replayed = (4 if setting.checkpointing else 3) * micro_batches  # in forwards
-    phases = [_shown("encode", forward * _encoded(setting)), _shown("replay", forward * replayed)]
+    phases = [Phase("encode", forward * _encoded(setting)), Phase("replay", forward * replayed)]
     if parts > 1:
         values = setting.micro_batch * sum(tokens * width * layers for tokens, width, layers, _ in _sizes(setting))
         once = 2 * (parts - 1) / parts * 2 * values / (setting.gpu.link_gbs * 1e9)  # per layer, in half precision
         sums = 2 * _forwards(setting) + (3 if setting.sequence_parallel else 2) * micro_batches
-        phases.append(Phase("tensor parallel", sums * once, SUMS_SHOW * sums * once, "GEMMs"))
+        phases.append(Phase("tensor parallel", sums * once, (1 - SUMS_SHOW) * sums * once, "GEMMs"))
     return phases
 
 
@@ -214,9 +210,9 @@ def loss_phases(setting: Setting) -> list[Phase]:
     if setting.loss in ("clip", "open_clip"):
         gathered = 2 * 4.0 * setting.global_batch * width / _bus_bandwidth(setting, setting.gpus) * 2
         all_rows = size if setting.loss == "clip" else 1
-        return [_shown("loss", compute * all_rows), _shown("gather features", gathered)]
+        return [Phase("loss", compute * all_rows), Phase("gather features", gathered)]
     compute += (STEP_BYTES + HOP_BYTES * (size if size > 1 else 0)) * rows * width / (gpu.hbm_gbs * 1e9)
-    return [_shown("loss", compute), *([_ring(setting, compute)] if size > 1 else [])]
+    return [Phase("loss", compute), *([_ring(setting, compute)] if size > 1 else [])]
 
 
 def loss_seconds(setting: Setting) -> float:
@@ -236,7 +232,7 @@ def _ring(setting: Setting, compute: float) -> Phase:
     block, result = 2.0 * rows * width + 4 * rows, 4.0 * rows * width  # sends BF16 columns, returns FP32 gradients
     laps = [_lap(setting, compute / 4, block, 4.0 * rows), _lap(setting, 3 * compute / 4, block, result)]
     travelling, exposed = (sum(column) for column in zip(*laps))
-    return Phase("ring", travelling, exposed, "loss")
+    return Phase("ring", travelling, travelling - exposed, "loss")
 
 
 def _lap(setting: Setting, compute: float, block: float, result: float) -> tuple[float, float]:
@@ -267,7 +263,7 @@ def _zero_phases(setting: Setting, towers: list[Phase]) -> list[Phase]:
     """Return the sums of gradients and the gathering of parameters over the data-parallel ranks."""
     size, micro_batches, parameters = setting.dp_size, setting.num_micro_batches, setting.parameters
     blocks, passes = setting.model.vision_cfg.layers + setting.model.text_cfg.layers, _forwards(setting) + micro_batches
-    hooks = [_shown("ZeRO-3 hooks", HOOKS_WAIT * blocks * passes)] if setting.zero == 3 else []
+    hooks = [Phase("ZeRO-3 hooks", HOOKS_WAIT * blocks * passes)] if setting.zero == 3 else []
     if size == 1:
         return hooks
     encode, replay = (phase.exposed for phase in towers[:2])
@@ -277,14 +273,14 @@ def _zero_phases(setting: Setting, towers: list[Phase]) -> list[Phase]:
     backward = replay * (0.75 if setting.checkpointing else 2 / 3)
     sums, room = (sums * micro_batches, backward) if setting.zero > 1 else (sums, backward / micro_batches)
     overlaps = setting.zero_optimization.get("overlap_comm", False)
-    phases = [_hidden("gradients", sums, room * overlaps, "the backward")]
+    phases = [Phase("gradients", sums, room * overlaps, "the backward")]
     if setting.zero in (1, 2):
-        phases.append(_shown("parameters", once))
+        phases.append(Phase("parameters", once))
     elif setting.zero == 3 and parameters <= STAGE_3_LIVE:
         forward = (encode + replay) / (_forwards(setting) + 2 * micro_batches)  # a backward takes two forwards
-        phases.append(_hidden("parameters", once, forward, "the first forward"))
+        phases.append(Phase("parameters", once, forward, "the first forward"))
     elif setting.zero == 3:
-        phases.append(_hidden("parameters", once * passes, encode + replay, "encode and replay"))
+        phases.append(Phase("parameters", once * passes, encode + replay, "encode and replay"))
     return phases + hooks
 
 
@@ -299,10 +295,10 @@ def _update_phases(setting: Setting) -> list[Phase]:
     gpu, own = setting.gpu, setting.parameters / (setting.dp_size if setting.zero else 1)
     around = UPDATE_BYTES * setting.parameters / (gpu.hbm_gbs * 1e9)
     if not setting.offload:
-        return [_shown("optimizer", 28.0 * own / (gpu.hbm_gbs * 1e9) + around)]  # reads four numbers, writes three
+        return [Phase("optimizer", 28.0 * own / (gpu.hbm_gbs * 1e9) + around)]  # reads four numbers, writes three
     adds_up = setting.zero == 3 or sums_gradients_on_host(setting.zero, setting.precision)
     times = setting.num_micro_batches if adds_up else 1  # else the GPU keeps sums until the last one
     return [
-        _shown("optimizer on the host", 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9 + around),
-        _shown("gradients to it", 4.0 * own * times / (gpu.pcie_gbs * 1e9)),
+        Phase("optimizer on the host", 8.0 * own / (gpu.pcie_gbs * 1e9) + 28.0 * own / 50e9 + around),
+        Phase("gradients to it", 4.0 * own * times / (gpu.pcie_gbs * 1e9)),
     ]
