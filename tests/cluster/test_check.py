@@ -13,6 +13,7 @@ from infcl.cluster.check import fetch, gpus, problems, shared_folder
 from infcl.cluster.links import _rounds, extremes, slow_ones
 from infcl.parallel.rendezvous import nodes_of
 from tests.lib.checkout import ROOT
+from tests.lib.launch_scripts import executable
 from tests.lib.ranks import run_ranks
 
 HOSTS = {"a": 8, "b": 8, "c": 8}
@@ -28,10 +29,6 @@ def report(**changes) -> dict:
 def found(**changes) -> list[str]:
     """The problems when host b's report is changed so."""
     return problems(HOSTS, {host: report(**(changes if host == "b" else {})) for host in HOSTS})
-
-
-def test_equal_hosts_have_no_problems():
-    assert found() == []
 
 
 MARKS = [".check-a", ".check-b", ".check-c"]
@@ -58,7 +55,8 @@ READ_ONLY = {"error": "Read-only file system", "free_gb": 0.0, "files": []}
         ({"error": "ssh failed: no route"}, "b: ssh failed: no route"),
     ],
 )
-def test_problems_are_reported_with_the_host(changes, line):
+def test_problems_are_reported_with_the_host_and_equal_hosts_have_none(changes, line):
+    assert found() == []
     assert any(line in found_line for found_line in found(**changes)), found(**changes)
 
 
@@ -116,6 +114,11 @@ def test_a_slow_link_is_reported_and_a_slow_rank_or_host_instead_of_its_links(ho
     assert found == [f"slow link: {name}, 2 GB/s (usual 10)" for name in named]
 
 
+def test_a_slow_gpu_is_reported():
+    result = figures("ab") | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0, "b:1": 700.0}}
+    assert slow_ones(result) == ["slow GPU or CPU: a:1, 500 TFLOP/s (usual 700)"]
+
+
 def test_minimum_and_median_are_printed_for_the_only_link_of_two_hosts():
     one_link = figures("ab", 1, slow=0.012, at=("a:0",))
     assert slow_ones(one_link) == []
@@ -160,11 +163,6 @@ def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_reporte
     ]  # fmt: skip
 
 
-def test_a_slow_gpu_is_reported():
-    result = figures("ab") | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0, "b:1": 700.0}}
-    assert slow_ones(result) == ["slow GPU or CPU: a:1, 500 TFLOP/s (usual 700)"]
-
-
 def test_hosts_with_the_same_hostname_do_not_mistake_their_own_marks_for_each_others(tmp_path):
     """Marks have the hostfile's names. Otherwise clones of one image, each with its own folder, would see all marks."""
     reports = {}
@@ -188,10 +186,9 @@ def test_hosts_with_the_same_hostname_do_not_mistake_their_own_marks_for_each_ot
 )
 def test_a_failing_nvidia_smi_is_not_a_host_without_gpus(tmp_path, monkeypatch, nvidia_smi, expected):
     """On all hosts at once it would look like hosts without GPUs."""
-    monkeypatch.setenv("PATH", str(tmp_path))
     if nvidia_smi:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{nvidia_smi}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+        executable(tmp_path / "nvidia-smi", nvidia_smi)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if nvidia_smi else str(tmp_path))
     assert gpus() == expected
 
 
@@ -225,20 +222,15 @@ def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
 def test_a_host_that_sends_no_report_is_a_problem_of_that_host(tmp_path, monkeypatch, ssh, error):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if ssh else str(tmp_path))
     if ssh:
-        (tmp_path / "ssh").write_text(f"#!/bin/bash\n{ssh}\n")
-        (tmp_path / "ssh").chmod(0o755)
+        executable(tmp_path / "ssh", ssh)
     assert fetch("a", tmp_path) == {"error": error}
 
 
 @pytest.mark.parametrize("minutes", [-1, 0, 1])
 def test_a_clock_is_read_over_a_separate_connection(tmp_path, monkeypatch, minutes):
     """A time stamp in the report would hide errors as long as the report takes."""
-    (tmp_path / "ssh").write_text(
-        "#!/bin/bash\n"
-        f'case "${{@: -1}}" in date*) echo "last login"; date -d "{minutes} min" +%s.%N;; '
-        '*) echo "{\\"time\\": $(date +%s.%N)}";; esac\n'
-    )
-    (tmp_path / "ssh").chmod(0o755)
+    script = f'case "${{@: -1}}" in date*) echo "last login"; date -d "{minutes} min" +%s.%N;; '
+    executable(tmp_path / "ssh", script + '*) echo "{\\"time\\": $(date +%s.%N)}";; esac')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     skew = fetch("a", tmp_path)["skew_s"]
     assert 30 < skew <= 60 if minutes else skew == 0.0

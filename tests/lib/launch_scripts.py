@@ -2,8 +2,15 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 from tests.lib.checkout import ROOT
+
+
+def executable(path: Path, script: str) -> None:
+    """Write a program of bash."""
+    path.write_text("#!/usr/bin/env bash\n" + script)
+    path.chmod(0o755)
 
 
 def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None, **environment: str):
@@ -14,8 +21,7 @@ def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None,
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir(exist_ok=True)
     for name, text in programs.items():
-        (bin_folder / name).write_text("#!/usr/bin/env bash\n" + text)
-        (bin_folder / name).chmod(0o755)
+        executable(bin_folder / name, text)
     if not (tmp_path / "launch").exists():
         shutil.copytree(ROOT / "launch", tmp_path / "launch")
     environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(tmp_path)} | environment

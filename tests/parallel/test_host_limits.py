@@ -1,5 +1,6 @@
 """A host's memory and cores are what the process's control groups leave: of a made-up /proc and /sys/fs/cgroup."""
 
+import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,19 +31,18 @@ def confine(host: Path, mounts: str, cgroup: str) -> None:
     (host / "proc" / "cgroup").write_text(f"{cgroup}\n")
 
 
-def group_v2(folder: Path, limit: str, used: int, inactive: int = 0, active: int = 0) -> None:
+def group(kind: str, folder: Path, limit: str, used: int, inactive: int = 0, active: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon {used}\nfile 1\ninactive_file {inactive}\nactive_file {active}\n")
+    names = "memory.max memory.current" if kind == "cgroup2" else "memory.limit_in_bytes memory.usage_in_bytes"
+    for name, value in zip(names.split(), (limit, used)):
+        (folder / name).write_text(f"{value}\n")
+    # version 1 first has the figures of the group without those inside it
+    own, total = ("", "") if kind == "cgroup2" else ("inactive_file 0\nactive_file 0\n", "total_")
+    stat = f"anon {used}\nfile 1\n{own}{total}inactive_file {inactive}\n{total}active_file {active}\n"
+    (folder / "memory.stat").write_text(stat)
 
 
-def group_v1(folder: Path, limit: str, used: int, cache: int = 0) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
-    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-    own = "inactive_file 0\nactive_file 0\n"  # of the group without those inside it
-    (folder / "memory.stat").write_text(f"{own}total_inactive_file {cache - 1}\ntotal_active_file 1\n")
+group_v1, group_v2 = functools.partial(group, "cgroup"), functools.partial(group, "cgroup2")
 
 
 def without_limit() -> bool:
@@ -95,11 +95,11 @@ def test_version_1_counts_what_groups_inside_hold(host):
     mounts += f"\n36 31 0:33 / {host}/unified rw - cgroup2 cgroup2 rw"  # without the controller, as in systemd's hybrid
     confine(host, mounts, "8:cpu,cpuacct:/elsewhere\n4:memory:/slurm/job_1\n0::/slurm/job_1")
     group_v1(host / "memory", UNLIMITED_V1, 100 * MIB)
-    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, cache=20 * MIB)
-    group_v1(host / "memory" / "slurm" / "job_1", str(24 * MIB), 8 * MIB, cache=2 * MIB)
+    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, 19 * MIB, MIB)
+    group_v1(host / "memory" / "slurm" / "job_1", str(24 * MIB), 8 * MIB, MIB, MIB)
     (host / "unified" / "slurm" / "job_1").mkdir(parents=True)
     assert host_memory_bytes() == 24 * MIB and available_host_bytes() == 18 * MIB
-    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, cache=3 * MIB)
+    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, 2 * MIB, MIB)
     assert available_host_bytes() == 5 * MIB
 
 
@@ -112,7 +112,7 @@ def test_a_container_that_sees_its_group_as_the_mount_s_root_under_another_name(
         f"30 22 0:2 {root} {host}/cg rw - {kind} {kind} rw,memory",
         f"{'4:memory' if kind == 'cgroup' else '0:'}:{own}",
     )
-    (group_v1 if kind == "cgroup" else group_v2)(host / "cg", str(16 * MIB), 5 * MIB)
+    group(kind, host / "cg", str(16 * MIB), 5 * MIB)
     assert host_memory_bytes() == 16 * MIB and available_host_bytes() == 11 * MIB
 
 
