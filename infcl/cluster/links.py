@@ -9,9 +9,8 @@ Measured:
   with the same local rank exchange messages, all at once, as in a two-level ring;
 - an all-reduce over all ranks.
 
-The minimum and the median are printed. A rank, link or host below 0.8 of the usual rate is reported. The only link of
-two hosts with one rank each is itself the usual one and is never reported. GPUs that share a network card share its
-rate. A rank whose local rank exists on no other host is measured between hosts only by the all-reduce.
+The minimum and the median are printed. A rank, link or host below 0.8 of the usual rate is reported; the only link of
+two hosts is itself the usual one. GPUs that share a network card share its rate.
 """
 
 import argparse

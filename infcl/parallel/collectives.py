@@ -52,10 +52,9 @@ def on_every_rank(own: Callable[[], _Answer]) -> _Answer:
 
 
 def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
-    """Concatenate the [n, ...] tensors of the T tensor-parallel ranks to [T n, ...]. Collective.
+    """Concatenate the [n, ...] tensors of the T tensor-parallel ranks to [T n, ...], like `part` pinned or on a GPU.
 
-    The result is on the device of `part`. In host memory the group is `tp_host_group`, and the result is pinned if
-    `part` is.
+    Collective. In host memory the group is `tp_host_group`.
     """
     if parallel.tp_size == 1:
         return part

@@ -1,10 +1,10 @@
 """Heartbeat: detect a lost node within `timeout`, report its name, and end the run on all other nodes.
 
-A collective that waits for a node without power or network sees no closed connection. Only the process group's timeout
-of half an hour would end it, without the name of the node. So a thread on each node's first rank increments a counter
-in the run's store every few seconds. Rank 0 checks that all counters advance. If a counter has not changed for
-`timeout` seconds, rank 0 reports the node in the log and in the store. Each node's first rank then exits, and its
-launcher stops the others. A node that cannot reach the store for about as long exits by itself.
+A collective that waits for a node without power or network sees no closed connection. It would end only after the
+process group's timeout of half an hour, without the name of the node. So a thread on each node's first rank increments
+a counter in the run's store every few seconds. If a counter has not changed for `timeout` seconds, rank 0 reports the
+node in the log and in the store. Each node's first rank then exits, and its launcher stops the others. A node that
+cannot reach the store for about as long exits by itself.
 
 A thread cannot interrupt the call that the main thread waits for. So the process exits at once, with code 69
 (EX_UNAVAILABLE). Work since the last checkpoint is lost, and a half-written checkpoint is not used.

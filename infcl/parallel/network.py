@@ -9,11 +9,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def use_interface(interface: str | None) -> None:
-    """Make gloo and NCCL use one network interface.
+    """Make gloo and NCCL use one network interface, such as "ib0".
 
-    Args:
-        interface: name such as "ib0". None leaves the choice to gloo and NCCL, but gloo uses the loopback if
-            MASTER_ADDR is the loopback or not set.
+    None leaves the choice to them, but gloo uses the loopback if MASTER_ADDR is the loopback or not set.
 
     Raises:
         ValueError: no such interface has an address.

@@ -1,10 +1,8 @@
 """How a rank's process ends: it reports an error in one line, on one rank, runs atexit's functions and exits.
 
 `end_process` does not shut the interpreter down. C++ threads of the process group and of its store outlive `main`. A
-thread that needs the interpreter during its shutdown can only be unwound, and C++ then aborts ("terminate called
-without an active exception"). The rank has done all its work but exits with code 134, so its launcher reports a failed
-run. This happened in two of a hundred exits that did not destroy the process group, and on busy nodes a few times after
-it was destroyed.
+thread that needs the interpreter during its shutdown makes C++ abort ("terminate called without an active exception"),
+and a rank that has done all its work exits with code 134. This happened in two of a hundred exits.
 
 A profiler that writes when the interpreter exits (python -m cProfile) writes nothing. An external one (py-spy) works.
 """
@@ -32,10 +30,6 @@ def report_mistake(program: str, error: Exception) -> int:
     After the rendezvous, rank 0 notifies the other ranks that it reports the error. Before the rendezvous, the others
     wait, since launchers stop them within seconds after the first rank has exited. A rank that is still running then
     reports the error itself, since only its node has it. The first rank of each node reports before the node's others.
-
-    Args:
-        program: name of the command, for the message.
-        error: the usage error.
     """
     rank, world_size, local_rank = read_environment()
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None

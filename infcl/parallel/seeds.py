@@ -15,8 +15,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
         seed: any integer; numpy gets its lowest 32 bits.
         deterministic: make torch raise an error for operations that are not bitwise reproducible. Compiled blocks then
             choose the shapes of their kernels by rule instead of by timing. Unlike torch's default, uninitialised
-            memory is not filled. Nothing here reads it, and filling DeepSpeed's buckets would take up to 2 GB and most
-            of a small model's step.
+            memory is not filled: nothing reads it, and filling buckets would take most of a small model's step.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -50,10 +50,7 @@ Profile = TypeVar("Profile", Gpu, Link)
 
 
 def load_gpu(name_or_path: str) -> Gpu:
-    """Load the profile of a GPU.
-
-    Args:
-        name_or_path: a name in profiles/gpus, or a JSON file that `--measure` wrote.
+    """Load the profile of a GPU: a name in profiles/gpus, or a JSON file that `--measure` wrote.
 
     Raises:
         ValueError: there is no such profile, or a figure is missing or invalid.

@@ -251,9 +251,7 @@ def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
 def setting_of_run(
     spec: RunSpec, cfg: CLIPConfig, counts: dict[str, tuple[int, int]], *, ranks_of_host: int | None = None
 ) -> Setting:
-    """Return the setting of a run, for its memory.
-
-    With --resident-micro-batches auto, the activations of one micro-batch count. The run measures how many more fit.
+    """Return the setting of a run, for its memory. With --resident-micro-batches auto, one micro-batch counts.
 
     Args:
         spec: the run.
