@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import torch
-
 from infcl.config import parse_args, resolve
-from infcl.models import CLIP, load_model_config
-from infcl.plan.setting import parameter_counts
+from infcl.models import load_model_config
 from infcl.train.fit import Fit
+from tests.lib.specs import counts_of
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]
 
@@ -17,10 +15,8 @@ GIB = 2**30
 
 def fit(*flags: str, gib: float, ranks: int = 8, stage: int = 1) -> Fit:
     cfg = load_model_config("ViT-L-14")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
     spec = resolve(parse_args([*SYNTHETIC, *flags]), device="cuda", ranks=ranks)
-    return under(Fit(spec, cfg, counts, gib * GIB), preset={"zero_optimization": {"stage": stage}})
+    return under(Fit(spec, cfg, counts_of(cfg), gib * GIB), preset={"zero_optimization": {"stage": stage}})
 
 
 def under(question: Fit, **changes) -> Fit:

@@ -1,16 +1,19 @@
 """Resolved runs, and engines of them, from flags and the shape of a batch."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from infcl.config import BatchPlan, RunSpec, TrainConfig, resolve
 from infcl.engine.engine import Engine
+from infcl.models import CLIP
 from infcl.models.config import CLIPConfig, load_model_config
 from infcl.parallel import Parallel
 from infcl.plan.memory import memory_of
-from infcl.plan.setting import STAGES, Setting, setting_of_run
+from infcl.plan.setting import Setting, parameter_counts, setting_of_run
 
 
 def spec_of(config: TrainConfig, parallel: Parallel, batch: BatchPlan | None = None, unpackable: str = "") -> RunSpec:
@@ -36,16 +39,17 @@ def planned_run(config: TrainConfig, batch: BatchPlan, precision: str, zero: dic
     return RunSpec(flags, "cpu" if on_cpu else "cuda", batch.dp_size, 1, preset, stage, precision, False)
 
 
-def memory_of_run(cfg, batch, config, counts, precision, zero, *, stage, on_cpu=False, **where) -> dict[str, float]:
+def memory_of_run(cfg, batch, config, counts, precision, zero, *, stage=1, on_cpu=False, **where) -> dict[str, float]:
     """Return the planned {part: bytes per rank} of a run without offload."""
     spec = planned_run(config, batch, precision, zero, stage=stage, on_cpu=on_cpu)
     return memory_of(setting_of_run(spec, cfg, counts, **where).with_(offloads=()))
 
 
-def memory_plan(*run, **where) -> dict[str, list[float]]:
-    """Return {part: bytes per rank under ZeRO 0, 1, 2, 3}."""
-    columns = [memory_of_run(*run, stage=stage, **where) for stage in STAGES]
-    return {part: [column[part] for column in columns] for part in columns[0]}
+@functools.lru_cache
+def counts_of(cfg: CLIPConfig) -> dict[str, tuple[int, int]]:
+    """Return the counts of parameters of a model that is trained as a whole."""
+    with torch.device("meta"):
+        return parameter_counts(CLIP(cfg))
 
 
 def setting(

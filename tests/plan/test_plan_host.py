@@ -14,7 +14,7 @@ from infcl.engine.parameter_groups import checkpoint_bytes, later_host_bytes
 from infcl.models import CLIP, load_model_config
 from infcl.parallel import init_parallel
 from infcl.plan.memory import host_bytes, host_parts, memory_of
-from infcl.plan.setting import parameter_counts, setting_of_run
+from infcl.plan.setting import setting_of_run
 from infcl.step import pixels
 from infcl.train.dry_run import _host_table
 from infcl.train.fit import Fit
@@ -22,7 +22,7 @@ from tests.lib.checkout import ROOT
 from tests.lib.entry import command, forked
 from tests.lib.fitting import fit, under
 from tests.lib.ranks import run_ranks
-from tests.lib.specs import engine_of, planned_run, spec_of
+from tests.lib.specs import counts_of, engine_of, planned_run, spec_of
 from tests.lib.training import demo_config
 
 GIB = 2**30
@@ -91,11 +91,9 @@ def test_what_is_offloaded_is_what_deepspeed_holds(stage, param, precision, worl
 
 def big_g(*flags: str, host: float = float("inf"), dp_size: int = 8, preset: dict = OFFLOAD) -> Fit:
     cfg = load_model_config("ViT-bigG-14")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
     shipped = ["--deepspeed_config", "ds_configs/zero3_offload.json", "--precision", "bf16", "--grad-checkpointing"]
     question = fit("--model", "ViT-bigG-14", "--batch-size", "64", *shipped, *flags, gib=139, ranks=dp_size)
-    question = dataclasses.replace(question, cfg=cfg, counts=counts, host=host * GIB, ranks_of_host=8)
+    question = dataclasses.replace(question, cfg=cfg, counts=counts_of(cfg), host=host * GIB, ranks_of_host=8)
     return under(question, precision="bf16", preset=preset)
 
 

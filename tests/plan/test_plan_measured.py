@@ -3,16 +3,15 @@
 import dataclasses
 
 import pytest
-import torch
 
 from benchmarks.largest_batch import FILLED
 from benchmarks.paper import paper_memory, paper_step
 from benchmarks.rows import rows, where
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
-from infcl.models import CLIP, load_model_config
+from infcl.models import load_model_config
 from infcl.plan.profile import load_gpu
-from infcl.plan.setting import Setting, parameter_counts
+from infcl.plan.setting import Setting
 from infcl.plan.timing import LEAD_SECONDS, loss_seconds, step_seconds
 from tests.lib import measured
 from tests.lib.measured import (
@@ -29,7 +28,7 @@ from tests.lib.measured import (
     steps,
     stored,
 )  # fmt: skip
-from tests.lib.specs import memory_plan
+from tests.lib.specs import counts_of, memory_of_run
 
 GIB = 2**30
 CARD_GIB = load_gpu("a800-80g").memory_gib
@@ -162,12 +161,10 @@ def test_measured_peaks_under_tensor_parallelism(row):
         grad_checkpointing=row["checkpointing"] == "True",
     )  # fmt: skip
     cfg, (preset, precision) = model_config(row["model"]), read_preset(config, "cuda")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
     batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))
-    plan = memory_plan(cfg, batch, config, counts, precision, preset["zero_optimization"] | reductions(row))
-    allocated = plan["peak"][stage]
-    assert allocated / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
+    zero = preset["zero_optimization"] | reductions(row)
+    planned = memory_of_run(cfg, batch, config, counts_of(cfg), precision, zero, stage=stage)
+    assert planned["peak"] / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 
 
 @pytest.mark.parametrize(("row", "setting"), measured.tensor_parallel_steps(), ids=str)

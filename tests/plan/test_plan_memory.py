@@ -30,7 +30,7 @@ from infcl.train.build import build_model
 from tests.lib.measured import FIRST_PART_APART
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
-from tests.lib.specs import memory_of_run, memory_plan, setting
+from tests.lib.specs import counts_of, memory_of_run, setting
 from tests.lib.training import demo_config
 
 
@@ -171,16 +171,13 @@ def test_a_two_level_ring_holds_beside_a_flat_one_what_is_counted(loss, precisio
 
 def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all_activations(demo_folder, tmp_path):
     cfg = load_model_config("ViT-bigG-14")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
-    plans = {}
+    parts = {}
     for name, flags in {
         "plain": {}, "split": {"tensor_parallel_size": 4},
         "sequence": {"tensor_parallel_size": 4, "sequence_parallel": True},
     }.items():  # fmt: skip
         config = demo_config(demo_folder, tmp_path, compile_blocks="off", **flags)  # compiled ones keep gathered rows
-        plans[name] = memory_plan(cfg, BatchPlan(2, 1, 64), config, counts, "bf16", {})
-    parts = {name: {part: row[1] for part, row in plan.items()} for name, plan in plans.items()}
+        parts[name] = memory_of_run(cfg, BatchPlan(2, 1, 64), config, counts_of(cfg), "bf16", {})
     assert parts["split"]["parameters"] == pytest.approx(parts["plain"]["parameters"] / 4, rel=1e-6)
     vision = cfg.vision_cfg  # of the image tower pixels, the first norm's input and the last output are whole on all
     around = 64 * 2 * (3 * vision.image_size**2 + 2 * (1 + vision.num_patches) * vision.width)
@@ -196,7 +193,7 @@ def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder
         config = demo_config(demo_folder, tmp_path, **flags)
         with torch.device("meta"):
             counts = parameter_counts(build_model(config, cfg)[0])
-        return {part: row[1] for part, row in memory_plan(cfg, BatchPlan(1, 2, 64), config, counts, "fp32", {}).items()}
+        return memory_of_run(cfg, BatchPlan(1, 2, 64), config, counts, "fp32", {})
 
     plain = stage_1()
     for flags, of_plain in (({"opt": "lion"}, 8), ({"opt": "adafactor"}, 6), ({"ema_decay": 0.99}, 16)):
@@ -216,7 +213,7 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(de
     blocks = model.visual.transformer.resblocks
     trained = sum(all(p.requires_grad for p in block.parameters()) for block in blocks)
     assert locked_towers(config, cfg) == {"image": (trained, model.trunk_numbers()), "text": (12, 0)}
-    parts = memory_of_run(cfg, BatchPlan(1, 2, 16), config, parameter_counts(model), "fp32", {}, stage=1)
+    parts = memory_of_run(cfg, BatchPlan(1, 2, 16), config, parameter_counts(model), "fp32", {})
     one = setting(cfg, micro_batch=16, precision="fp32", compiled=False)
     whole = activation_bytes(one)
     text = activation_bytes(dataclasses.replace(one, blocks={"image": 0, "text": 12}))
@@ -227,12 +224,10 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(de
 
 def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_folder, tmp_path):
     cfg, batch = load_model_config("ViT-B-32"), BatchPlan(2, 5, 8)
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
 
     def waiting(**flags) -> float:
         config = demo_config(demo_folder, tmp_path, **flags)
-        return memory_of_run(cfg, batch, config, counts, "bf16", {}, stage=1)["cached data"] - host
+        return memory_of_run(cfg, batch, config, counts_of(cfg), "bf16", {})["cached data"] - host
 
     host = 0.0
     host = waiting()
@@ -258,8 +253,6 @@ def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_f
 )
 def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, ranks, flags, changes):
     cfg, batch = load_model_config("ViT-B-16"), BatchPlan(ranks, 6, 24)
-    with torch.device("meta"):
-        counts = parameter_counts(build_model(demo_config(demo_folder, tmp_path), cfg)[0])
     config = demo_config(demo_folder, tmp_path, **{"compile_blocks": "auto"} | flags)
     for stage in (1, 2, 3):
         of_stage = dataclasses.replace(config, deepspeed_config=f"ds_configs/zero{stage}.json", precision=precision)
@@ -271,22 +264,19 @@ def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, r
         hosts = planned.nodes
         zero = read_preset(of_stage, "cuda", hosts=hosts)[0]["zero_optimization"]
         where = {"ranks_of_host": gpus // hosts} if hosts > 1 else {}
-        run = memory_of_run(cfg, batch, config, counts, precision, zero, stage=stage, **where)
+        run = memory_of_run(cfg, batch, config, counts_of(cfg), precision, zero, stage=stage, **where)
         planned.check()
         assert run == pytest.approx(memory_of(planned), rel=1e-6)
 
 
 def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more(demo_folder, tmp_path):
     cfg = load_model_config("ViT-B-32")
-    with torch.device("meta"):
-        counts = parameter_counts(CLIP(cfg))
     sizes = {"micro_batch": 16, "precision": "amp_bf16", "checkpointing": False}
     graph, eager = (activation_bytes(setting(cfg, compiled=compiled, **sizes)) for compiled in (True, False))
 
     def parts(on_cpu=False, **flags):
         config = demo_config(demo_folder, tmp_path, **flags)
-        plan = memory_plan(cfg, BatchPlan(1, 4, 16), config, counts, "amp_bf16", {}, on_cpu=on_cpu)
-        return {part: column[1] for part, column in plan.items()}
+        return memory_of_run(cfg, BatchPlan(1, 4, 16), config, counts_of(cfg), "amp_bf16", {}, on_cpu=on_cpu)
 
     one = parts(compile_blocks="auto")
     for resident, graphs in (("auto", 1), ("3", 3), ("9", 4)):  # of the four that a batch has
