@@ -41,11 +41,7 @@ def row_length(context_length: int) -> int:
 
 
 def check_length(texts: torch.Tensor, context_length: int) -> None:
-    """Check that texts are [m, L] with L <= context_length.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Raise ValueError unless texts are [m, L] with L <= context_length."""
     if texts.ndim != 2 or texts.shape[1] > context_length:
         raise ValueError(
             f"texts of shape {list(texts.shape)}: this tower takes [m, L] with L <= context_length {context_length}"
@@ -53,15 +49,12 @@ def check_length(texts: torch.Tensor, context_length: int) -> None:
 
 
 def pooled_positions(texts: Any, pool_type: str, eos_id: int) -> Any:
-    """Return the position at which each caption is pooled.
+    """Return the position at which each caption is pooled, int64 [m].
 
     Args:
         texts: int64 [m, L], a tensor or a NumPy array.
         pool_type: "argmax" for the largest id, else the first `eos_id` (0 if there is none).
         eos_id: end-of-text id.
-
-    Returns:
-        int64 [m].
     """
     return texts.argmax(1) if pool_type == "argmax" else ((texts == eos_id) * 1).argmax(1)
 
@@ -116,13 +109,13 @@ def _placed(needs: list[int], length: int) -> tuple[list[int], int]:
 
 
 def caption_positions(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions and attention mask of packed captions.
+    """Return positions and attention mask of captions packed by `pack_captions`.
 
     The remainder of a row is treated as one more caption.
 
     Args:
-        rows: [r, R], of `pack_captions`.
-        ends: [m], of `pack_captions`.
+        rows: int64 [r, R].
+        ends: int64 [m].
 
     Returns:
         positions: int64 [r, R], each token's position in its caption.
@@ -138,14 +131,10 @@ def caption_positions(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Ten
 def caption_spans(rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return positions and spans of packed captions, for attention that needs no mask.
 
-    The remainder of a row is in no span.
-
-    Args:
-        rows: [r, R], of `pack_captions`.
-        ends: [m], of `pack_captions`.
+    Arguments and positions are those of `caption_positions`. The remainder of a row is in no span.
 
     Returns:
-        positions: int64 [r, R], as those of `caption_positions`.
+        positions: int64 [r, R].
         spans: int64 [m, 2], a caption's first index in the flat rows and its number of tokens. For m = 1 an empty span
             follows, because compiled code specialises on a size of 1.
     """
