@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more would wait for each other:
 
 # These files run first, in this order, so that no worker of `make test` has a long file left at the end.
 LONGEST = (
-    "faults trainer open_clip_models megatron_trainer megatron_engine engine_gather entry triton_tile attention"
+    "faults trainer losses open_clip_models megatron_engine megatron_trainer triton_tile attention entry engine_gather"
     " contrastive_step engine engine_reduce checkpoint observers step_matrix offload finite data_faults loader"
 )
 

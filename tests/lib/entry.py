@@ -33,23 +33,14 @@ def launch(arguments: list[str], ranks: int, environment=ON_CPU) -> subprocess.C
     """Run the command under the deepspeed launcher."""
     if gpus.RANKS_PER_GPU > 1 and environment.get("DS_ACCELERATOR") != "cpu":
         return gpus.run(arguments, ranks, free_port(), environ=environment, cwd=ROOT)
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks)]
-    launcher += ["--master_port", str(free_port())]
-    return subprocess.run(
-        [*launcher, *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=400
-    )
+    launcher = ["-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return alone([*launcher, *arguments], environment)
 
 
 def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProcess:
     """Run the command in one process, without a launcher."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    given, command = os.environ | environment, [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=400)
 
 
 def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:

@@ -1,23 +1,17 @@
-"""Import open_clip for the parity tests, even if torch has no CUDA."""
+"""Import packages that import torchvision, even if torch has no CUDA; skip the calling test if one is not installed."""
+
+from functools import partial
 
 import pytest
 
 from benchmarks.cpu_torchvision import declare_torchvision_operators
 
 
-def import_open_clip():
-    """Return the open_clip module; skip the calling test if it is not installed."""
+def _imported(name: str):
     declare_torchvision_operators()
-    return pytest.importorskip("open_clip")
+    return pytest.importorskip(name)
 
 
-def import_transformers():
-    """Return the transformers module, whose CLIP imports torchvision; skip the calling test if it is not installed."""
-    declare_torchvision_operators()
-    return pytest.importorskip("transformers")
-
-
-def import_timm_optimizers():
-    """Return timm.optim, which imports torchvision; skip the calling test if it is not installed."""
-    declare_torchvision_operators()
-    return pytest.importorskip("timm.optim")
+import_open_clip = partial(_imported, "open_clip")
+import_transformers = partial(_imported, "transformers")
+import_timm_optimizers = partial(_imported, "timm.optim")

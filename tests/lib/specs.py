@@ -18,11 +18,14 @@ from infcl.plan.setting import Setting, parameter_counts, setting_of_run
 
 def spec_of(config: TrainConfig, parallel: Parallel, batch: BatchPlan | None = None, unpackable: str = "") -> RunSpec:
     """Resolve a run from its flags and ranks; `batch`, if given, replaces the flags' batch."""
-    if batch is not None:
-        shape: dict[str, Any] = {"accum_freq": batch.num_micro_batches, "batch_size": batch.micro_batch_size}
-        config = dataclasses.replace(config, global_batch_size=None, **shape)
+    config = config if batch is None else _of_batch(config, batch)
     device, ranks, hosts = parallel.device.type, parallel.dp_size, parallel.hosts
     return resolve(config, device=device, ranks=ranks, hosts=hosts, unpackable=unpackable)
+
+
+def _of_batch(config: TrainConfig, batch: BatchPlan) -> TrainConfig:
+    shape: dict[str, Any] = {"accum_freq": batch.num_micro_batches, "batch_size": batch.micro_batch_size}
+    return dataclasses.replace(config, global_batch_size=None, **shape)
 
 
 def engine_of(model: nn.Module, config: TrainConfig, parallel: Parallel, batch: BatchPlan) -> Engine:
@@ -32,10 +35,7 @@ def engine_of(model: nn.Module, config: TrainConfig, parallel: Parallel, batch: 
 
 def planned_run(config: TrainConfig, batch: BatchPlan, precision: str, zero: dict, *, stage=1, on_cpu=False) -> RunSpec:
     """Resolve a run with this batch, precision and zero_optimization, which replace those of flags and preset."""
-    flags = dataclasses.replace(
-        config, global_batch_size=None, accum_freq=batch.num_micro_batches, batch_size=batch.micro_batch_size
-    )
-    preset = {"zero_optimization": zero | {"stage": stage}}
+    flags, preset = _of_batch(config, batch), {"zero_optimization": zero | {"stage": stage}}
     return RunSpec(flags, "cpu" if on_cpu else "cuda", batch.dp_size, 1, preset, stage, precision, False)
 
 
