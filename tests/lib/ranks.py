@@ -21,7 +21,11 @@ import os
 import pickle
 import random
 import socket
+import time
 import traceback
+from collections.abc import Collection
+from multiprocessing import connection
+from typing import Any
 
 import torch.multiprocessing as mp
 
@@ -33,7 +37,7 @@ def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs
     """Call function(rank, world_size, *args, **kwargs) on all ranks; return the results of ranks 0 to W-1.
 
     Raises:
-        RuntimeError: the function failed on a rank; has its traceback.
+        RuntimeError: the function failed on a rank, or the rank died; has the tracebacks, after the deaths.
         TimeoutError: a rank did not answer within `timeout` seconds.
     """
     if world_size not in _pools:
@@ -71,21 +75,44 @@ class _Pool:
             pipe.recv_bytes()
 
     def run(self, function, args, kwargs, timeout: float) -> list:
-        results = []
         try:
             for pipe in self.pipes:
                 pipe.send_bytes(pickle.dumps((function, args, kwargs)))
-            for rank, pipe in enumerate(self.pipes):
-                if not pipe.poll(timeout):
-                    raise TimeoutError(f"rank {rank} of {self.world_size} did not answer within {timeout:.0f} s")
-                kind, value = pickle.loads(pipe.recv_bytes())
-                if kind == "error":
-                    raise RuntimeError(f"rank {rank} of {self.world_size} failed:\n{value}")
-                results.append(value)
+            answers = self._answers(timeout)
+            if any(kind != "result" for kind, _ in answers.values()):
+                answers |= self._answers(2.0, answers)  # one that died explains the errors of those that waited for it
+            failures = [value for wanted in ("died", "error") for kind, value in answers.values() if kind == wanted]
+            if failures:
+                raise RuntimeError("\n".join(failures))
+            if late := sorted(set(range(self.world_size)) - set(answers)):
+                raise TimeoutError(f"ranks {late} of {self.world_size} did not answer within {timeout:.0f} s")
         except BaseException:  # also KeyboardInterrupt and pytest's timeout: the state of the ranks is unknown
             self.close()
             raise
-        return results
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _answers(self, timeout: float, known: Collection[int] = ()) -> dict[int, tuple[str, Any]]:
+        """Return {rank: ("result" | "error" | "died", value)} of ranks that are not `known`.
+
+        Without `known` ranks it ends when one has failed.
+        """
+        answers: dict[int, tuple[str, Any]] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in known}
+        deadline = time.monotonic() + timeout
+        while waiting and (known or all(kind == "result" for kind, _ in answers.values())):
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    kind, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(5)
+                    kind, value = "died", f"it died with exit code {self.processes[rank].exitcode}"
+                failed = f"rank {rank} of {self.world_size} failed:\n{value}"
+                answers[rank] = (kind, value if kind == "result" else failed)
+        return answers
 
     def close(self):
         _pools.pop(self.world_size, None)
