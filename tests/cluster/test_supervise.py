@@ -37,11 +37,19 @@ def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
     assert process.returncode == 143 and "stopped" in said
 
 
-def supervised_hosts(tmp_path, *options, command=(), slots=8):
-    """supervise.sh over four hosts of which three answer; its command writes down the hosts that it was given."""
+WITHOUT_TORCH = f"""[ "$1 $2" = "-m infcl.cluster.hostfile" ] || exit 99; shift 2
+exec {shlex.quote(sys.executable)} {shlex.quote(str(ROOT))}/infcl/cluster/hostfile.py "$@"
+"""
+
+
+def supervised_hosts(tmp_path, *options, command=(), slots=8, python=WITHOUT_TORCH):
+    """supervise.sh over four hosts of which three answer; its command writes down the hosts that it was given.
+
+    The module of hostfiles needs the standard library only: as a file it starts without the package, which loads torch.
+    """
     (tmp_path / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in "abcd"))
     programs = {
-        "python": f'exec {shlex.quote(sys.executable)} "$@"\n',
+        "python": python,
         "ssh": 'case "$*" in *" c true") exit 255;; esac\n',
         "command": f'cat "$HOSTS"; touch {shlex.quote(str(tmp_path))}/summary.json\n',
     }
@@ -66,7 +74,7 @@ def test_supervise_continues_with_three_of_four_hosts_and_reports_which_divide_t
 
 
 def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
-    result = supervised_hosts(tmp_path)
+    result = supervised_hosts(tmp_path, python=f'exec {shlex.quote(sys.executable)} "$@"\n')
     assert (result.returncode, result.stdout) == (0, "a slots=8\nb slots=8\nd slots=8\n"), result.stderr
     assert "supervise: at least 1 of 4 hosts\n" in result.stderr
 
@@ -115,7 +123,5 @@ def test_supervise_rejects_a_run_folder_that_its_launch_script_does_not_write_to
     result = run(*command, tmp_path=tmp_path, programs=programs, where=where)
     assert result.returncode == (2 if rejected else 0), result.stderr
     assert ("give both in full, or start there" in result.stderr) == rejected
-    assert (
-        run("supervise.sh", "logs/first", "bash", "launch/local.sh", tmp_path=tmp_path, programs=programs).returncode
-        == 0
-    )
+    result = run("supervise.sh", "logs/first", "bash", "launch/local.sh", tmp_path=tmp_path, programs=programs)
+    assert result.returncode == 0, result.stderr
