@@ -325,7 +325,7 @@ def test_an_open_clip_that_cannot_be_imported_is_one_error(source, message, tmp_
     cfg = load_open_clip_config("open_clip:ViT-B-32")
     (tmp_path / "open_clip.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "open_clip")
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
     for needed_by, call in (
         ("--model open_clip:ViT-B-32", lambda: build_towers(cfg)),
         ("--tokenizer open_clip:ViT-B-32", lambda: OpenClipTokenizer("open_clip:ViT-B-32")),
