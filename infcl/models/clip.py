@@ -18,6 +18,7 @@ from torch import nn
 from infcl.models.config import CLIPConfig
 from infcl.models.open_clip_config import OpenClipConfig, import_open_clip
 from infcl.models.text import TextTower
+from infcl.models.transformer import Transformer
 from infcl.models.vision import VisionTransformer
 
 
@@ -130,19 +131,10 @@ class CLIP(TextTower):
             unlocked_groups: how many groups stay trainable.
         """
         visual = self.visual
-        blocks = list(visual.transformer.resblocks)
         stem = [visual.conv1, visual.class_embedding, visual.positional_embedding, visual.ln_pre]
-        groups: list[list[Any]] = [
-            stem,
-            *([block] for block in blocks[:-1]),
-            [blocks[-1], visual.ln_post],
-            [visual.proj],
-        ]
-        _freeze(groups, unlocked_groups)
-        self.frozen["image"] = unlocked_groups == 0
-        visual.trunk_blocks = visual.transformer.first_trained = frozen_blocks(len(blocks), unlocked_groups)
-        self.keeps_trunk["image"] = unlocked_groups == 1 or 0 < visual.trunk_blocks <= len(blocks)
-        self._image_in_eval = unlocked_groups < len(groups)
+        blocks = visual.transformer
+        visual.trunk_blocks = self._lock("image", stem, blocks, visual.ln_post, visual.proj, unlocked_groups)
+        self._image_in_eval = unlocked_groups < len(blocks.resblocks) + 2  # the embeddings are frozen
         self.train(self.training)
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
@@ -153,14 +145,28 @@ class CLIP(TextTower):
         Args:
             unlocked_layers: how many groups stay trainable.
         """
-        blocks = list(self.transformer.resblocks)
         stem = [self.token_embedding, self.positional_embedding]
-        groups: list[list[Any]] = [stem, *([block] for block in blocks[:-1])]
-        groups += [[blocks[-1], self.ln_final], [self.text_projection]]
-        _freeze(groups, unlocked_layers)
-        self.frozen["text"] = unlocked_layers == 0
-        self.text_trunk_blocks = self.transformer.first_trained = frozen_blocks(len(blocks), unlocked_layers)
-        self.keeps_trunk["text"] = unlocked_layers == 1 or 0 < self.text_trunk_blocks <= len(blocks)
+        projection = self.text_projection
+        self.text_trunk_blocks = self._lock("text", stem, self.transformer, self.ln_final, projection, unlocked_layers)
+
+    def _lock(
+        self, tower: str, stem: list[Any], blocks: Transformer, norm: nn.Module, projection: nn.Parameter, unlocked: int
+    ) -> int:
+        """Freeze a tower except its last groups; return `frozen_blocks`."""
+        *first, last = blocks.resblocks
+        groups: list[list[Any]] = [stem, *([block] for block in first), [last, norm], [projection]]
+        if not 0 <= unlocked <= len(groups):
+            raise ValueError(
+                f"{unlocked} unlocked groups: this tower has {len(groups)}, embeddings, each block and projection "
+                "(--lock-image-unlocked-groups, --lock-text-unlocked-layers)"
+            )
+        for i, group in enumerate(groups):
+            for member in group:
+                member.requires_grad_(i >= len(groups) - unlocked)
+        frozen = blocks.first_trained = frozen_blocks(len(blocks.resblocks), unlocked)
+        self.frozen[tower] = unlocked == 0
+        self.keeps_trunk[tower] = unlocked == 1 or 0 < frozen <= len(blocks.resblocks)
+        return frozen
 
     def trunk_numbers(self) -> int:
         """Return how many numbers per sample the trunks keep between the two passes of a step."""
@@ -174,18 +180,6 @@ class CLIP(TextTower):
         if self._image_in_eval:
             self.visual.eval()
         return self
-
-
-def _freeze(groups: list[list[nn.Module | nn.Parameter]], unlocked: int) -> None:
-    """Set requires_grad: False for all groups except the last `unlocked`."""
-    if not 0 <= unlocked <= len(groups):
-        raise ValueError(
-            f"{unlocked} unlocked groups: this tower has {len(groups)}, embeddings, each block and projection "
-            "(--lock-image-unlocked-groups, --lock-text-unlocked-layers)"
-        )
-    for i, group in enumerate(groups):
-        for member in group:
-            member.requires_grad_(i >= len(groups) - unlocked)
 
 
 def frozen_blocks(blocks: int, unlocked: int) -> int:
