@@ -228,21 +228,20 @@ def _read_ahead(file: ShardFile, path: str) -> Callable[[int, int], bytes]:
     return pread
 
 
-def open_members(index_path: str, samples: int, file_bytes: int) -> np.ndarray:
-    """Return the index of a sidecar, int64 [samples, 6]. Raises ShardFault if it is short or points outside the shard.
+def read_sidecar(shard: Shard) -> np.ndarray | None:
+    """Return the index of a shard, int64 [samples, 6], or None if its sidecar is damaged or points outside the shard.
 
     The file is read, not mapped (48 bytes per sample): truncating a mapped file kills its reader with SIGBUS.
     """
-    with open(index_path, "rb", opener=open_regular) as file:
-        begin = max(0, os.fstat(file.fileno()).st_size - samples * 48)
-        data = os.pread(file.fileno(), samples * 48, begin)
-    if len(data) != samples * 48:
-        raise ShardFault("shard_unreadable", f"{index_path} is shorter than its {samples} samples")
-    members = np.frombuffer(data, dtype="<i8").reshape(samples, 6)
+    try:
+        with open(shard.index_path, "rb", opener=open_regular) as file:
+            file.seek(-48 * shard.samples, os.SEEK_END)
+            members = np.frombuffer(file.read(), dtype="<i8").reshape(shard.samples, 6)
+    except (OSError, ValueError, ShardFault):
+        return None
     begins, sizes = members[:, ::2], members[:, 1::2]
-    if (members < ABSENT).any() or (begins > file_bytes).any() or (sizes > file_bytes - begins).any():
-        raise ShardFault("shard_unreadable", f"{index_path} is not an index of its shard: delete it")
-    return members
+    outside = (members < ABSENT).any() or (begins > shard.file_bytes).any() or (sizes > shard.file_bytes - begins).any()
+    return None if outside else members
 
 
 def _read_header(path: Path, expected: dict[str, Any]) -> dict | None:
@@ -262,6 +261,4 @@ def _digest(text: str) -> str:
 
 
 def _write(path: Path, header: dict, members: np.ndarray) -> None:
-    line = json.dumps(header).encode()
-    line += b" " * (-(len(line) + 1) % 64) + b"\n"  # align the rows
-    write_atomic(path, line + members.astype("<i8").tobytes())
+    write_atomic(path, json.dumps(header).encode() + b"\n" + members.astype("<i8").tobytes())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infcl.config import counted
-from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, Shard, open_members, scan_shard
+from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, Shard, read_sidecar, scan_shard
 from infcl.data.shards import Manifest
 from infcl.data.storage import ShardFault, ShardFile, is_remote, open_shard, retry
 
@@ -161,17 +161,14 @@ class ShardReader:
 
     def _members(self, shard: Shard) -> np.ndarray:
         """Return a shard's index, int64 [samples, 6]. A damaged index is removed and rebuilt."""
-        try:
-            return open_members(shard.index_path, shard.samples, shard.file_bytes)
-        except (ShardFault, OSError, ValueError):
+        members = read_sidecar(shard)
+        if members is None:
             _, members = scan_shard(shard.path, self.keys)
             if len(members) != shard.samples:
-                raise ShardFault(
-                    "shard_changed", f"{shard.path} has other samples than its index: restart the run"
-                ) from None
+                raise ShardFault("shard_changed", f"{shard.path} has other samples than its index: restart the run")
             with contextlib.suppress(OSError):
                 os.unlink(shard.index_path)
-            return members
+        return members
 
 
 def read_members(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> list[bytes | None]:

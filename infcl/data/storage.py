@@ -55,16 +55,20 @@ def is_remote(url: str) -> bool:
     return url.startswith("pipe:") or "://" in url
 
 
-def open_shard(url: str) -> "ShardFile":
-    """Open a shard for random access, in one attempt.
+def open_shard(url: str, *, sequential: bool = False) -> "ShardFile":
+    """Open a file of any kind, in one attempt; with `sequential`, it may have no random access, only `copy`.
 
     Raises:
         OSError: the attempt failed and may be retried.
         ShardFault: the shard cannot be used.
         ValueError: the fsspec driver of the url is missing.
     """
-    file = open_file(url)
-    if isinstance(file, HttpFile) and not file.ranges:
+    if not is_remote(url):
+        return LocalFile(open(url, "rb", buffering=0, opener=open_regular))
+    if not url.startswith(("http://", "https://")):
+        return FsspecFile(url)
+    file = HttpFile(url)
+    if not (file.ranges or sequential):
         file.close()
         raise ShardFault(
             "shard_unreadable",
@@ -72,13 +76,6 @@ def open_shard(url: str) -> "ShardFile":
             "(docs/howto/data.md)",
         )
     return file
-
-
-def open_file(url: str) -> "ShardFile":
-    """Open a file of any kind, in one attempt, see `open_shard`. It may have no random access, only `copy`."""
-    if not is_remote(url):
-        return LocalFile(open(url, "rb", buffering=0, opener=open_regular))
-    return HttpFile(url) if url.startswith(("http://", "https://")) else FsspecFile(url)
 
 
 def open_copy(url: str) -> "ShardFile":
@@ -91,13 +88,13 @@ def open_copy(url: str) -> "ShardFile":
 
     def attempt() -> ShardFile:
         if not is_remote(url):
-            return open_file(url)
+            return open_shard(url)
         with contextlib.ExitStack() as on_failure:
             copy = on_failure.enter_context(tempfile.TemporaryFile())
             if url.startswith("pipe:"):
                 _copy_pipe(url[5:], _bounded(copy))
             else:
-                with contextlib.closing(open_file(url)) as file:
+                with contextlib.closing(open_shard(url, sequential=True)) as file:
                     file.copy(_bounded(copy))
             copy.flush()
             on_failure.pop_all()
@@ -107,14 +104,7 @@ def open_copy(url: str) -> "ShardFile":
 
 
 def retry(attempt: Callable[[], T], what: str) -> T:
-    """Call `attempt` until it succeeds, at most `ATTEMPTS` times, with exponential back-off.
-
-    Args:
-        attempt: the function to call.
-        what: the path or url, for messages.
-
-    Returns:
-        The result of `attempt`.
+    """Return attempt(), called at most `ATTEMPTS` times with exponential back-off. `what` is the url, for messages.
 
     Raises:
         ShardFault: "shard_missing" at once if the file does not exist, "shard_unreadable" after the last attempt.
@@ -145,15 +135,14 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    if not concurrent.futures.wait([outcome], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:.3g} s")
     try:
-        error = outcome.exception(seconds)
-    except concurrent.futures.TimeoutError:
-        raise TimeoutError(f"no answer within {seconds:.3g} s") from None
-    if error is None:
         return outcome.result()
-    if isinstance(error, (OSError, ShardFault)):
-        raise error
-    raise OSError(f"{type(error).__name__}: {error}") from error
+    except (OSError, ShardFault):
+        raise
+    except BaseException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class ShardFile(ABC):
@@ -178,8 +167,8 @@ class ShardFile(ABC):
         """Return whether the content may have changed since the file was opened."""
         return False
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Free what the file holds."""
 
 
 class LocalFile(ShardFile):
@@ -318,9 +307,6 @@ class FsspecFile(RemoteFile):
             return False
         self._files.invalidate_cache(self._path)
         return self._state() != (self.file_bytes, self.version)
-
-    def close(self) -> None:
-        pass
 
 
 def _number_of(tag: str) -> int:

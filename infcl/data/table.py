@@ -21,7 +21,7 @@ from infcl.config import counted
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
 from infcl.data.shards import check_factors, split_sources
-from infcl.data.storage import ShardFault, open_file, open_lines, retry
+from infcl.data.storage import ShardFault, open_lines, open_shard, retry
 
 _TRIED = 1000  # images per table of which at least one must exist before training
 
@@ -131,7 +131,7 @@ def read_image(path: str) -> bytes:
                 raise ShardFault("image_file_too_large", f"{path}: {size} bytes")
 
         try:
-            opened = open_file(path)
+            opened = open_shard(path, sequential=True)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
             raise ShardFault("missing_image_file", f"{path}: {error}") from error
         with contextlib.closing(opened):
