@@ -103,9 +103,7 @@ def find_samples(
 
     Args:
         pread: (size, offset) -> bytes of the tar.
-        file_bytes: size of the tar.
         path: path or url of the tar, for messages.
-        keys: which members form a sample.
 
     Returns:
         Key of the sample -> offsets and lengths of its members, see COLUMNS, in the order of the tar;
@@ -143,10 +141,7 @@ def find_samples(
 
 
 def scan_shard(path: str, keys: SampleKeys) -> tuple[Shard, np.ndarray]:
-    """Index one tar from its headers.
-
-    Returns:
-        The shard, without a sidecar, and its index, int64 [samples, 6], see COLUMNS.
+    """Return one tar, without a sidecar, and its index, int64 [samples, 6], see COLUMNS, from the tar's headers.
 
     Raises:
         ShardFault: it cannot be read.

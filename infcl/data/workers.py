@@ -39,10 +39,7 @@ class NoBatch(RuntimeError):
 
 
 class WorkerBoard:
-    """Status of the workers in shared memory.
-
-    There is one row per worker: [part that it reads or -1, start time (s), resident memory (MB)].
-    """
+    """Status in shared memory, a row per worker: [part that it reads or -1, start time (s), resident memory (MB)]."""
 
     def __init__(self, num_workers: int, name_of: Callable[[int], str]):
         self.name_of = name_of
@@ -100,25 +97,15 @@ def _worker() -> int:
 
 
 class Source(ABC):
-    """The reader behind a loader: micro-batches of this rank, each with the log of its skipped samples.
+    """The reader behind a loader: micro-batches of this rank, each with the log of its skipped samples."""
 
-    Attributes:
-        num_samples: samples per epoch, over all ranks.
-        steps_per_epoch: global batches per epoch.
-        sha256: identifies the data.
-        about: describes the size of the data.
-        found: counts of problems known before the first read.
-        board: status of the workers, if there are any.
-        repeats: whether micro-batches can be read a second time.
-    """
-
-    num_samples: int
+    num_samples: int  # per epoch, over all ranks
     steps_per_epoch: int
-    sha256: str
-    about: str
-    found: dict[str, int]
+    sha256: str  # identifies the data
+    about: str  # describes the size of the data
+    found: dict[str, int]  # counts of problems known before the first read
     board: WorkerBoard | None = None
-    repeats = False
+    repeats = False  # whether micro-batches can be read a second time
 
     @abstractmethod
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
@@ -152,12 +139,8 @@ def resident_mb() -> float:
 def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -> str | None:
     """Return the message for a worker that died, or None for other errors.
 
-    torch raises the error in a signal handler, so it can occur at any line of the rank.
-
-    Args:
-        error: the error that torch raised.
-        rank: rank of this process.
-        memory_mb: `WorkerBoard.memory_mb`.
+    torch raises the error in a signal handler, so it can occur at any line of the rank. `memory_mb` is
+    `WorkerBoard.memory_mb`.
     """
     words = str(error).partition("\n")[0].rstrip(". ")
     if not re.match(r"DataLoader worker \(pid\S* [\d, ]+\) (is killed|exited unexpectedly)", words):
@@ -205,11 +188,9 @@ def make_dataloader(
     """Return a DataLoader of the items of `dataset`, one micro-batch each, in order; pinned if there is a GPU.
 
     Args:
-        dataset: returns or yields micro-batches.
         num_workers: worker processes; 0 reads in this process.
         item_bytes: size of a micro-batch.
         timeout: seconds without a micro-batch of the workers after which the DataLoader raises; 0: never.
-        options: further options of torch's DataLoader.
 
     Raises:
         ValueError: this machine lacks what the workers need, see `_check_resources`.
