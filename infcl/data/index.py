@@ -189,12 +189,13 @@ def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -
             return Shard(path, str(sidecar), **{name: header[name] for name in _IN_HEADER})
     shard, members = scan_shard(path, keys)
     header = expected | {name: getattr(shard, name) for name in _IN_HEADER}
+    content = json.dumps(header).encode() + b"\n" + members.astype("<i8").tobytes()
     for sidecar in sidecars[:-1]:
         with contextlib.suppress(OSError):  # a read-only or full data set folder
-            _write(sidecar, header, members)
+            write_atomic(sidecar, content)
             return shard._replace(index_path=str(sidecar))
     folder.mkdir(parents=True, exist_ok=True)
-    _write(sidecars[-1], header, members)
+    write_atomic(sidecars[-1], content)
     return shard._replace(index_path=str(sidecars[-1]))
 
 
@@ -253,7 +254,3 @@ def _read_header(path: Path, expected: dict[str, Any]) -> dict | None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-
-
-def _write(path: Path, header: dict, members: np.ndarray) -> None:
-    write_atomic(path, json.dumps(header).encode() + b"\n" + members.astype("<i8").tobytes())
