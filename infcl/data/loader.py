@@ -46,7 +46,10 @@ _SECONDS_BETWEEN_WARNINGS = 60.0  # about the same cause
 
 
 class TooManyBadSamples(RuntimeError):
-    """Too many samples of a window are bad. The message is one line, then a table of causes."""
+    """More than --max-bad-fraction of a window, and more than `_BAD_ALLOWED`, samples are bad.
+
+    The message is one line, then a table of causes.
+    """
 
 
 class StepLoader:
@@ -196,7 +199,12 @@ class StepLoader:
 class TrainLoader(StepLoader):
     """Loader of image-text pairs from webdataset shards or a table of files: m * M samples per step and rank.
 
-    `seed` is that of the sample order, the augmentations and all other random choices.
+    Args:
+        data: which data is read, and how.
+        tokenizer: encodes the captions.
+        share: the samples of each step that this process reads.
+        image_size: side S of the square images, in pixels.
+        seed: of the sample order, the augmentations and all other random choices.
 
     Raises:
         ValueError: shards are missing, there are too few samples for one global batch, or (streaming) there are too few

@@ -49,7 +49,12 @@ class ShardReader:
 
     A failed read is retried (storage.retry). If a shard still cannot be read, or has changed since it was indexed, its
     records have a `fault`, and the reader waits before it tries that shard again. Workers are forked before the first
-    read, so that processes share no connection. With `needs_json`, it reads json members in addition to text members.
+    read, so that processes share no connection.
+
+    Args:
+        manifest: the shards.
+        keys: which members of a shard form a sample.
+        needs_json: read the json member in addition to the text member.
     """
 
     if_empty = (
@@ -79,9 +84,12 @@ class ShardReader:
     def read(
         self, samples: np.ndarray, *, images: bool = True, on_part: Callable[[int], None] = lambda part: None
     ) -> list[Record]:
-        """Return the records of global sample numbers, int64 [n], in their order.
+        """Return the records of the given samples, in their order.
 
-        `on_part` is called with the number of each shard before it is read.
+        Args:
+            samples: global sample numbers, int64 [n].
+            images: whether to read the images.
+            on_part: called with the number of each shard before it is read.
         """
         shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
         records: dict[int, Record] = {}

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import escape, glob
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
@@ -36,9 +36,15 @@ def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> lis
 def find_shards(
     urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the shards of each source of `urls` (--train-data), and the local ones that are missing.
+    """Expand `::` lists, braces, globs and folders. Remote urls are not checked.
 
-    Remote urls are not checked. See DataConfig for the options.
+    Args:
+        urls: the value of --train-data, or several such values.
+        allow_pipe: accept `pipe:COMMAND`, which runs a shell command.
+        max_missing: fraction of the shards that may be missing.
+
+    Returns:
+        The shards of each source, and the local shards that are missing.
 
     Raises:
         ValueError: too many shards are missing, no shard is found, a shard is listed twice, or `pipe:` is not allowed.
@@ -171,10 +177,18 @@ def load_manifest(
     rank: int = 0,
     world_size: int = 1,
 ) -> Manifest:
-    """Index every shard that has no valid index yet, and return the list of all shards. See DataConfig for the options.
+    """Index every shard that has no valid index yet, and return the list of all shards.
 
     Every rank calls this and gets the same result. Ranks start at different shards and reuse the indexes that other
     ranks have written meanwhile, so they share the work without communication.
+
+    Args:
+        urls: the value of --train-data, or several such values.
+        factors: upsampling factors, one for each `::` part of `urls`.
+        keys: which members of a shard form a sample.
+        index_cache: folder for indexes that cannot be stored next to their shards.
+        max_missing: fraction of the shards that may be missing or unreadable.
+        rank, world_size: choose the shard at which this process starts.
 
     Raises:
         ValueError: too many shards are missing or unreadable.
@@ -225,12 +239,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     print(f"{counted(len(manifest.shards), 'shard')}, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")
     for cause, count in sorted(manifest.rejected.items()):
+        found = [
+            f"{shard.path}: {ascii(key)[1:-1]}" for shard in manifest.shards for key in shard.bad_keys.get(cause, ())
+        ]
         print(f"  left out, {cause}: {count}")
-        found = ((shard.path, key) for shard in manifest.shards for key in shard.bad_keys.get(cause, ()))
-        shown = [f"    {path}: {ascii(key)[1:-1]}" for path, key in islice(found, _SHOWN_KEYS)]
-        if count > len(shown):
-            shown.append(f"    and {count - len(shown)} more")
-        print("\n".join(shown))
+        for key in found[:_SHOWN_KEYS]:
+            print(f"    {key}")
+        if count > len(found[:_SHOWN_KEYS]) > 0:
+            print(f"    and {count - len(found[:_SHOWN_KEYS])} more")
     for warning in manifest.warnings:
         print(f"  {warning}")
     if manifest.num_samples == 0:

@@ -44,6 +44,8 @@ def stream_records(
     """Yield (key, record) of every sample, in order.
 
     Args:
+        urls: the shards.
+        keys: which members of a shard form a sample.
         failed: called with (cause, url, error) for each shard that cannot be opened or is damaged.
         on_part: called with the number of each shard before it is read.
     """

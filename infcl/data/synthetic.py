@@ -30,6 +30,16 @@ class SyntheticSource(Source):
     A rank draws `pool_size` micro-batches once from (seed, rank). Each (epoch, step, micro-batch) uses one of them.
     Captions have 2 to context_length / 2 tokens, uniformly distributed: for a context length of 77, 20 on average.
     Token ids are in [2, vocab_size) except `end_id`. Then come `end_id` and padding (`pad_id`).
+
+    Args:
+        share: the samples of each step that this process reads.
+        image_size: side S of the square images, in pixels.
+        context_length: token positions per caption.
+        vocab_size: number of token ids.
+        seed: of the images, the tokens and the choice of micro-batches.
+        num_samples: samples per epoch, over all ranks.
+        end_id, pad_id: token ids of the end and of the padding.
+        pool_size: number of different micro-batches.
     """
 
     share: Share
@@ -37,7 +47,7 @@ class SyntheticSource(Source):
     context_length: int
     vocab_size: int
     seed: int
-    num_samples: int  # per epoch, over all ranks
+    num_samples: int
     end_id: int = EOS_ID
     pad_id: int = PAD_ID
     pool_size: int = 8

@@ -40,6 +40,11 @@ DEFAULT_COLUMNS = TableColumns()
 class TableReader:
     """Reader of a table's rows by number. Relative image paths start at the working directory or at the table's folder.
 
+    Args:
+        urls: paths of the tables, or a `::` list.
+        columns: the format of the tables.
+        factors: upsampling factors, one per table.
+
     Raises:
         ValueError: a table cannot be read, lacks a column, or none of its first images exists.
     """

@@ -15,9 +15,12 @@ _MAX_PADDING = 64 << 10  # tar programs pad to a multiple of 10 KB, some of 32 K
 def tar_members(
     pread: Callable[[int, int], bytes], file_bytes: int, damage: list[str]
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, data offset, size) of each complete regular member. Descriptions of damage are added to `damage`.
+    """Yield (name, data offset, size) of each complete regular member.
 
-    `pread` is (size, offset) -> bytes, and the tar has `file_bytes`.
+    Args:
+        pread: (size, offset) -> bytes.
+        file_bytes: size of the tar.
+        damage: descriptions of all damage are appended to this list.
     """
     position, long_name, long_size, after_damage = 0, None, None, False
     while True:

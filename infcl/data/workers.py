@@ -139,8 +139,12 @@ def resident_mb() -> float:
 def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -> str | None:
     """Return the message for a worker that died, or None for other errors.
 
-    torch raises the error in a signal handler, so it can occur at any line of the rank. `memory_mb` is
-    `WorkerBoard.memory_mb`.
+    torch raises the error in a signal handler, so it can occur at any line of the rank.
+
+    Args:
+        error: the error that torch raised.
+        rank: rank of this process.
+        memory_mb: `WorkerBoard.memory_mb`.
     """
     words = str(error).partition("\n")[0].rstrip(". ")
     if not re.match(r"DataLoader worker \(pid\S* [\d, ]+\) (is killed|exited unexpectedly)", words):
@@ -188,9 +192,11 @@ def make_dataloader(
     """Return a DataLoader of the items of `dataset`, one micro-batch each, in order; pinned if there is a GPU.
 
     Args:
+        dataset: returns or yields micro-batches.
         num_workers: worker processes; 0 reads in this process.
         item_bytes: size of a micro-batch.
         timeout: seconds without a micro-batch of the workers after which the DataLoader raises; 0: never.
+        options: further options of torch's DataLoader.
 
     Raises:
         ValueError: this machine lacks what the workers need, see `_check_resources`.
