@@ -169,10 +169,7 @@ def offloads(preset: dict, part: str) -> bool:
 
 
 def sums_gradients_on_host(stage: int, precision: str) -> bool:
-    """Return whether ZeRO-2 with offloading sums the gradients of micro-batches in host memory.
-
-    In half precision the float32 sums stay on the GPU.
-    """
+    """Return whether ZeRO-2 with offloading sums gradients in host memory; half precision keeps the sums on the GPU."""
     return stage == 2 and precision not in ("bf16", "fp16")
 
 
@@ -182,26 +179,15 @@ def stage_in_words(asked: int, runs: int) -> str:
 
 
 def bucket_elements(zero_optimization: dict, stage: int) -> int:
-    """Return the number of gradient elements that are reduced at once: the preset's value or the default.
-
-    The default is DeepSpeed's, but smaller where engine/zero3.py reduces: it holds up to three buckets at a time.
-    """
+    """Return the gradient elements reduced at once; the default is smaller in engine/zero3.py, which holds three."""
     offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
     ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)
     return zero_optimization.get("reduce_bucket_size", STAGE_3_BUCKET if ours else BUCKET)
 
 
 def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
-    """Return whether DeepSpeed uses its BF16_Optimizer.
-
-    That has no buckets: it keeps float32 sums in addition to the gradients and reduces them after the backward.
-    """
+    """Return whether DeepSpeed uses BF16_Optimizer: no buckets, float32 sums that are reduced after the backward."""
     return stage == 1 and precision == "bf16" and not offloaded
-
-
-def sums_of(preset: dict) -> str:
-    """Return the dtype in which gradients of half-precision parameters are summed over micro-batches."""
-    return preset.get("data_types", {}).get("grad_accum_dtype", "fp32")
 
 
 def cpu_computes_fp16() -> bool:

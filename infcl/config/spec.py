@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infcl.config.batch import BatchPlan
-from infcl.config.preset import offloads, read_preset, stage_in_words, stage_over, sums_of, zero_stage
+from infcl.config.preset import offloads, read_preset, stage_in_words, stage_over, zero_stage
 from infcl.config.settings import TrainConfig
 
 
@@ -60,10 +60,9 @@ class RunSpec:
 
     @property
     def tile_dtype(self) -> str | None:
-        """Precision of the loss's matmuls. None: that of the features, which the towers return in fp32.
+        """Precision of the loss's matmuls; None: that of the features, which the towers return in fp32.
 
-        With bf16 and autocast the features are only accurate to half precision, in which a GPU multiplies 40 times
-        faster.
+        A GPU multiplies 40 times faster in half precision, and autocast's features are no more accurate.
         """
         if self.flags.tile_dtype != "auto":
             return self.flags.tile_dtype
@@ -73,7 +72,6 @@ class RunSpec:
 
     @property
     def zero_in_words(self) -> str:
-        """The ZeRO stage that runs as text, with the preset's stage if that differs."""
         return stage_in_words(self.asked_stage, self.zero_stage)
 
 
@@ -92,7 +90,8 @@ def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, 
     """
     preset, precision = read_preset(flags, device, hosts)
     asked, offloaded = zero_stage(preset), offloads(preset, "optimizer")
-    if sums_of(preset) == "fp32":  # only sharding stages sum gradients in other dtypes
+    # only sharding stages sum gradients in other dtypes
+    if preset.get("data_types", {}).get("grad_accum_dtype", "fp32") == "fp32":
         runs = stage_over(ranks, asked, precision, offloads=offloaded)
         preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
     if flags.pack_captions == "on" and unpackable:

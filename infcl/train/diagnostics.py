@@ -26,27 +26,12 @@ from infcl.models.open_clip_config import OpenClipConfig
 WHOLE = {"image": 1.0, "text": 1.0}  # no tower is locked
 MAX_SAMPLE_ROWS = 1024  # [m, m] f32 is 4 MiB at most
 
-# Dense BF16 FLOP/s by device name, from vendor data sheets. The first key that is a word of the device's name is used.
-PEAK_BF16_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+# Dense BF16 TFLOP/s by device name, from vendor data sheets. The first key that is a word of the device's name is used.
+PEAK_BF16_TFLOPS = {
+    "GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125,
+    "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
 
 
 class PhaseTimer:
@@ -162,7 +147,7 @@ def model_flops(
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of a GPU by its name; None for unknown devices and for fp32 (no tensor cores)."""
-    known = (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name))
+    known = (tera * 1e12 for name, tera in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{name}\b", device_name))
     return None if precision == "fp32" else next(known, None)
 
 

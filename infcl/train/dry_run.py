@@ -41,7 +41,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     model = build_meta_model(config, cfg)
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
-    evaluations = [f"{name} {_every(every[name])}" for name in tasks]
+    often = {name: f"{_epochs(every[name])} and " if every[name] else "" for name in tasks}
     flops = model_flops(cfg, trained_shares(model))
     rows = [
         ("batch", str(batch)),
@@ -52,21 +52,20 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
         ("model", _model_line(config, counts)),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
         ("system", f"{describe_ranks(parallel)}, {spec.precision}, {spec.zero_in_words}"),
-        ("evaluation", ", ".join(evaluations) or "none"),
+        ("evaluation", ", ".join(f"{name} {when}at the end" for name, when in often.items()) or "none"),
         ("run folder", _folder_line(config)),
         ("checkpoints", _checkpoint_line(config, counts)),
     ]
     lines = ["The plan (--dry-run: nothing is trained)", "", aligned(rows), ""]
     if isinstance(cfg, OpenClipConfig):
         return "\n".join([*lines, "  memory: not planned for towers that open_clip builds", ""])
-    on_cpu = spec.device == "cpu"
     on_host = ranks_of_host(parallel)
     run = setting_of_run(spec, cfg, counts, ranks_of_host=on_host)
     columns = [memory_of(run.with_(zero=stage, offloads=())) for stage in STAGES]
     plan = {part: [column[part] for column in columns] for part in columns[0]}
-    ways = {"offloads": "optimizer" in spec.offloads}
-    stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, **ways) == s]  # the others do not run
-    lines += _memory_table(plan, stages, spec.zero_stage) + _graphs_line(config, batch, on_cpu=on_cpu)
+    offloads = "optimizer" in spec.offloads
+    stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, offloads=offloads) == s]  # those that run
+    lines += _memory_table(plan, stages, spec.zero_stage) + _graphs_line(config, batch, on_cpu=spec.device == "cpu")
     if spec.offloads:
         named = " and ".join(f"offload_{part}" for part in spec.offloads)
         lines.append(f"  This preset has {named}: that is in host memory instead, as follows.")
@@ -75,10 +74,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
 
 
 def _host_table(run: Setting, config: TrainConfig, ranks: int, *, free: float | None = None) -> list[str]:
-    """Return lines about the host memory of a rank and of the `ranks` on its node.
-
-    `free` are the available bytes of the node; None: as measured now.
-    """
+    """Return lines about the host memory of a rank and of the `ranks` on its node; `free`: bytes, None: measured."""
     planned, pixels = run, " (--pixel-cache-gb gpu: they are in the device's)" if run.pixels == "device" else ""
     if config.pixel_cache_gb == "auto":
         free = available_host_bytes() if free is None else free
@@ -151,10 +147,6 @@ def _checkpoint_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) ->
     when += [f"every {config.save_every_n_steps} steps"] if config.save_every_n_steps else []
     size, export = _size(checkpoint_bytes(config, parameters, trainable)), _size(4 * parameters)
     return f"{', '.join([*when, 'at the end'])}; about {size} each; the export {export}"
-
-
-def _every(frequency: int) -> str:
-    return f"{_epochs(frequency)} and at the end" if frequency else "at the end"
 
 
 def _epochs(frequency: int) -> str:
