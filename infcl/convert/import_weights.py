@@ -249,9 +249,10 @@ def _belongs(name: str, tower: str) -> bool:
 
 
 def _shapes(name: str, given: torch.Tensor | None, needed: torch.Tensor | None) -> str:
-    if given is not None and needed is not None:
-        return f"{name} is {list(given.shape)}, needed {list(needed.shape)}"
-    return f"{name} {[*(given if needed is None else needed).shape]}"  # type: ignore[union-attr]  # one is given
+    there, here = (None if one is None else list(one.shape) for one in (given, needed))
+    if there is None or here is None:
+        return f"{name} {here if there is None else there}"
+    return f"{name} is {there}, needed {here}"
 
 
 def _check_settings(ours: CLIPConfig, theirs: CLIPConfig, tower: str, source: str) -> None:

@@ -167,7 +167,8 @@ class ShardFile(ABC):
         """Return whether the content may have changed since the file was opened."""
         return False
 
-    def close(self) -> None:  # noqa: B027
+    @abstractmethod
+    def close(self) -> None:
         """Free what the file holds."""
 
 
@@ -307,6 +308,9 @@ class FsspecFile(RemoteFile):
             return False
         self._files.invalidate_cache(self._path)
         return self._state() != (self.file_bytes, self.version)
+
+    def close(self) -> None:
+        pass  # each read opens the file
 
 
 def _number_of(tag: str) -> int:

@@ -5,6 +5,7 @@ A task is built and checked before training starts, so that missing files and un
 
 import dataclasses
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,7 @@ Encode = Callable[[torch.Tensor | None, torch.Tensor | None], dict[str, torch.Te
 ScalarValues = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-class Task:
+class Task(ABC):
     """An evaluation of the samples of a set.
 
     Args:
@@ -47,17 +48,17 @@ class Task:
         self.blank = torch.zeros(3, config.image_size, config.image_size, dtype=torch.uint8)
         self.source = eval_source(config)
 
+    @abstractmethod
     def target(self, sample: EvalSample) -> Any | None:
         """Return what the image is compared with, or None to skip it. Raises ValueError if its label is invalid."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collate(self, samples: list[tuple[torch.Tensor, Any]]) -> tuple[torch.Tensor, ...]:
         """Return a batch of (image, target): images [m, 3, S, S], and tensors of the targets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self, encode: Encode, batches: Iterator, scalar_values: ScalarValues, **where: Any) -> dict[str, float]:
         """Return the metrics of all ranks' batches. Collective over `where`, the group and this rank's device."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Check that one of the first TRIED samples is usable. Collective: rank 0 reads.
