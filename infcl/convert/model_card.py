@@ -1,10 +1,9 @@
-"""Model card (README.md) of an exported folder: the model, how to load it, its training data and its scores.
+"""Model card (README.md) of an exported folder: how to load the model, its sizes, data, settings and scores.
 
 In:  the model config, and the summary of a run if there is one. The flags come from the run's config.json.
 The card shows only names of data, never paths of the training machine.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,13 @@ import torch
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
 
-LOSS_CURVE = "loss_curve.png"
 _LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
 EVALUATION_KEYS = ("evaluation", "zero_shot_top1", "image_to_text_r1", "text_to_image_r1")  # of summary.json
 _FLAGS = {
     "opt": "optimizer",
     "lr": "learning rate",
     "lr_scaling": "scaled by the batch",
-    "lr_base_batch": "from a batch of",
     "wd": "weight decay",
-    "warmup": "warm-up steps",
-    "warmup_samples": "warm-up samples",
     "precision": "precision",
     "loss": "loss",
 }
@@ -39,7 +34,7 @@ def write_card(
     has_tokenizer: bool,
     card: Mapping[str, Any],
 ) -> None:
-    """Write README.md, and copy the run's loss curve if there is one.
+    """Write README.md.
 
     Args:
         folder: the exported folder, in `format` (export.FORMATS).
@@ -48,17 +43,11 @@ def write_card(
         has_tokenizer: whether the folder contains a tokenizer.
         card: summary.json of the run, or {}.
     """
-    flags: dict[str, Any] = {}
-    if "paths" in card:
-        run = Path(card["paths"]["run"])
-        flags = RunFolder(run).flags()
-        if (run / LOSS_CURVE).is_file():
-            shutil.copyfile(run / LOSS_CURVE, folder / LOSS_CURVE)
+    flags = RunFolder(Path(card["paths"]["run"])).flags() if "paths" in card else {}
     sections = [
         _usage(cfg, format, has_tokenizer),
         _section("Model", _model_rows(cfg)),
         _section("Training", _training_rows(card, flags)),
-        f"![loss over samples seen]({LOSS_CURVE})\n" if (folder / LOSS_CURVE).is_file() else "",
         _section("Evaluation", _evaluation_rows(card)),
     ]
     library = _LIBRARY[format] if format == "hf" or cfg.loads_in_open_clip else "infcl"
@@ -110,23 +99,21 @@ def _model_rows(cfg: CLIPConfig | OpenClipConfig) -> dict[str, object]:
     return rows | {"embedding": cfg.embed_dim}
 
 
-def _training_rows(card: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if flags.get("train_data"):
         rows["data"] = ", ".join("/".join(part.split("/")[-2:]) for part in str(flags["train_data"]).split("::"))
-    for key in ("samples_seen", "steps", "skipped_steps", "train_seconds", "world_size", "zero_stage"):
-        if card.get(key) is not None:
-            rows[key.replace("_", " ")] = f"{card[key]:,}" if isinstance(card[key], int) else card[key]
-    if card.get("steps") and isinstance(card.get("samples_seen"), int):
-        rows["batch"] = f"{card['samples_seen'] // card['steps']:,} pairs, one loss over all of them"
-        if {"batch_size", "accum_freq"} <= flags.keys() and not flags.get("global_batch_size"):
-            rows["batch"] += f" ({flags['accum_freq']} micro-batches of {flags['batch_size']} a rank)"
+    if card.get("steps"):
+        rows |= {"samples seen": f"{card['samples_seen']:,}", "steps": f"{card['steps']:,}"}
+        rows["batch"] = f"{card['samples_seen'] // card['steps']:,} samples, one loss over all of them"
     if card.get("ema"):
         rows["weights"] = f"moving average over the steps, decay {flags.get('ema_decay', 'unknown')}"
-    unused = ["warmup"] if flags.get("warmup_samples") is not None else []
-    unused += ["lr_scaling", "lr_base_batch"] if flags.get("lr_scaling", "none") == "none" else []
-    shown = {flag: flags[flag] for flag in _FLAGS if flag not in unused and flags.get(flag) is not None}
-    return rows | {_FLAGS[flag]: value for flag, value in shown.items()}
+    rows |= {name: flags[flag] for flag, name in _FLAGS.items() if flags.get(flag) not in (None, "none")}
+    if flags.get("warmup_samples") is not None:
+        rows["warm-up"] = f"{flags['warmup_samples']} samples"
+    elif flags.get("warmup") is not None:
+        rows["warm-up"] = f"{flags['warmup']} steps"
+    return rows
 
 
 def _evaluation_rows(card: Mapping[str, object]) -> dict[str, object]:
