@@ -4,7 +4,7 @@
     charts.py    records -> curves                           drawing.py   a chart -> SVG text, or a PNG
     gallery.py   retrieval results with images               page.py      everything -> one self-contained HTML file
 
-`python -m infcl.report RUN [RUN_B ...]` writes the page; docs/howto/monitor.md describes it.
+`python -m infcl.report RUN` writes the page; docs/howto/monitor.md describes it.
 """
 
 from infcl.report.drawing import draw_loss_curve

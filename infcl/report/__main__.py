@@ -1,4 +1,4 @@
-"""python -m infcl.report RUN [RUN_B ...]: write the page of a run, or of several runs side by side."""
+"""python -m infcl.report RUN: write the page of a run."""
 
 import sys
 from collections.abc import Sequence
@@ -10,15 +10,12 @@ from infcl.report.records import read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = OneLineParser(
-        prog="python -m infcl.report", description="One HTML page about a run, or about several side by side."
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; more than one are compared")
-    parser.add_argument("--out", type=Path, help="folder to write [RUN/report of the first run]")
+    parser = OneLineParser(prog="python -m infcl.report", description="One HTML page about a run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--out", type=Path, help="folder to write [RUN/report]")
     args = parser.parse_args(arguments)
     try:
-        runs = [read_run(root) for root in args.runs]
-        print(write_report(runs, args.out or args.runs[0] / "report"))
+        print(write_report(read_run(args.run), args.out or args.run / "report"))
     except (OSError, ValueError) as error:
         print(f"infcl.report: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,6 @@
-"""Charts of a report: records of one or more runs -> charts, as data that drawing.py draws.
+"""Charts of a report: records of a run -> charts, as data that drawing.py draws.
 
-The x-axis is samples_seen, except for one chart over the training time. With several runs the colour shows the run and
-the dash the quantity; with one run the colour shows the quantity.
+The x-axis is samples_seen, except for one chart over the training time.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ class Series:
     xs: list[float]
     ys: list[float]
     colour: int = 0  # index of the palette
-    dash: int = 0  # 0 solid, 1 dashed, 2 dotted
     noisy: bool = False  # draw it faint, with a running mean on top
 
     @property
@@ -81,27 +79,26 @@ _EVALUATIONS = (
 )  # fmt: skip
 
 
-def train_charts(runs: list[Run]) -> dict[str, list[Chart]]:
+def train_charts(run: Run) -> dict[str, list[Chart]]:
     """Return {"Learning": charts, "Speed and memory": charts} without the charts that have no values."""
-    sizes = sorted({min(1024, run.config["batch_size"]) for run in runs if "batch_size" in run.config})
-    samples = " or ".join(map(str, sizes)) or "the"
+    samples = min(1024, run.config["batch_size"]) if "batch_size" in run.config else "the"
     groups = {}
     for title, charts in (("Learning", _LEARNING), ("Speed and memory", _SPEED)):
-        filled = [_filled(replace(chart, note=chart.note.format(samples)), runs) for chart in charts]
+        filled = [_filled(replace(chart, note=chart.note.format(samples)), run) for chart in charts]
         groups[title] = [chart for chart in filled if chart.series]
     return groups
 
 
-def evaluation_charts(runs: list[Run]) -> list[Chart]:
-    """Return charts of recall and accuracy over samples seen, for evaluations that a run repeated at least once."""
-    charts = [_filled(chart, runs) for chart in _EVALUATIONS]
+def evaluation_charts(run: Run) -> list[Chart]:
+    """Return charts of recall and accuracy over samples seen, for evaluations that the run repeated at least once."""
+    charts = [_filled(chart, run) for chart in _EVALUATIONS]
     return [chart for chart in charts if any(len(series.xs) > 1 for series in chart.series)]
 
 
 def loss_curve(records: list[dict]) -> list[Chart]:
     """Return charts of the loss and of the logit scale over the "train" records of a run."""
     run = Run(Path(), "", records, {}, {}, {}, None)
-    return [_filled(chart, [run]) for chart in (_LOSS, _LOGIT_SCALE)]
+    return [_filled(chart, run) for chart in (_LOSS, _LOGIT_SCALE)]
 
 
 def smooth(values: list[float]) -> np.ndarray:
@@ -111,20 +108,15 @@ def smooth(values: list[float]) -> np.ndarray:
     return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
 
 
-def _filled(chart: Chart, runs: list[Run]) -> Chart:
-    """Return the chart with the series of the runs."""
-    series, several = [], len(runs) > 1
-    for r, run in enumerate(runs):
-        for q, (key, label) in enumerate(chart.quantities.items()):
-            kind, _, name = key.rpartition("/")
-            records = [record for record in (run.evaluations.get(kind, []) if kind else run.train) if name in record]
-            xs, ys = ([float(record[of]) for record in records] for of in (chart.x.replace(" ", "_"), name))
-            if not ys or (chart.only_if_any and not any(ys)):
-                continue
-            if several:
-                label = f"{run.name} · {label}" if len(chart.quantities) > 1 else run.name
-            colour, dash = (r, q) if several else (q, 0)
-            series.append(Series(label, xs, ys, colour, dash, noisy=chart.noisy and not kind))
+def _filled(chart: Chart, run: Run) -> Chart:
+    """Return the chart with the series of the run."""
+    series = []
+    for colour, (key, label) in enumerate(chart.quantities.items()):
+        kind, _, name = key.rpartition("/")
+        records = [record for record in (run.evaluations.get(kind, []) if kind else run.train) if name in record]
+        xs, ys = ([float(record[of]) for record in records] for of in (chart.x.replace(" ", "_"), name))
+        if ys and (any(ys) or not chart.only_if_any):
+            series.append(Series(label, xs, ys, colour, noisy=chart.noisy and not kind))
     return replace(chart, series=series) if chart.x != "seconds" else _in_a_unit(chart, series)
 
 

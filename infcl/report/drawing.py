@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2a6fdb", "#d9680d", "#12876f", "#8a4fc4", "#c2355b", "#6b7280")  # --c0 to --c5 of style.css
 _SOFT, _GRID = "#5f6670", "#ececea"  # --soft and --grid
-_DASHES = ("-", (0, (3, 2.5)), (0, (1, 2)))
 _SIZE = 400, 220  # of an SVG, points
 _AREA = {"left": 66 / 400, "right": 392 / 400, "bottom": 41 / 220, "top": 212 / 220}
 _READ_OUT_POINTS = 240
@@ -90,16 +89,11 @@ def _draw(chart: Chart, axis: "Axes") -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     for series in chart.series:
-        colour, dash = COLOURS[series.colour % len(COLOURS)], _DASHES[series.dash % len(_DASHES)]
+        colour = COLOURS[series.colour]
         if series.noisy:
             axis.plot(series.xs, series.ys, linewidth=0.7, alpha=0.3, color=colour)
-        few: dict[str, Any] = {
-            "marker": "o",
-            "markersize": 4,
-            "clip_on": False,
-            "zorder": 3,
-        }  # an accuracy of 1 is on the frame
-        axis.plot(series.xs, series.curve, color=colour, linestyle=dash, **(few if len(series.xs) <= _FEW else {}))
+        few: dict[str, Any] = {"marker": "o", "markersize": 4, "clip_on": False, "zorder": 3}  # 1.0 is on the frame
+        axis.plot(series.xs, series.curve, color=colour, **(few if len(series.xs) <= _FEW else {}))
     low, high = _range(chart)
     axis.set(xlabel=chart.x, ylabel=chart.y, xlim=(0, None), ylim=(low, high))
     axis.set_yscale("log" if chart.log else "linear")
@@ -131,4 +125,4 @@ def _read_out(series: Series) -> dict:
     """Return evenly spaced points, with the last one."""
     at = np.unique(np.linspace(0, len(series.xs) - 1, _READ_OUT_POINTS).astype(int))
     ys = [float(f"{y:.4g}") for y in series.curve[at]]
-    return {"label": series.label, "colour": series.colour % len(COLOURS), "xs": [series.xs[i] for i in at], "ys": ys}
+    return {"label": series.label, "colour": series.colour, "xs": [series.xs[i] for i in at], "ys": ys}

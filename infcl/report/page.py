@@ -1,4 +1,4 @@
-"""One or more runs -> one self-contained HTML page that loads no other file and follows the reader's colour scheme.
+"""A run -> one self-contained HTML page that loads no other file and follows the reader's colour scheme.
 
 page.html is the template, which escapes every text. This module computes the values in it.
 """
@@ -22,40 +22,31 @@ _SHARES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "top1": "top-1", "top5": "to
 _CAUSES = {"skipped": "replaced while reading", "index": "left out by the index", "noted": "used, with a remark"}
 _HERE = Path(__file__).parent
 
-Rows = list[tuple[str, list[str]]]  # (label, one value per run)
 
-
-def write_report(runs: list[Run], out: Path) -> Path:
-    """Write `out`/index.html (compare_B.html for runs A, B). Return the page's path."""
+def write_report(run: Run, out: Path) -> Path:
+    """Write `out`/index.html. Return the page's path."""
     out.mkdir(parents=True, exist_ok=True)
-    first, *others = runs
-    headlines = [headline(run) for run in runs]
+    figures = headline(run)
     templates = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
     text = templates.get_template("page.html").render(
-        runs=runs,
-        several=len(runs) > 1,
-        title=" vs ".join(run.name for run in runs),
+        run=run,
         style=(_HERE / "style.css").read_text(),
         script=(_HERE / "read_out.js").read_text(),
         draw_svg=draw_svg,
-        facts=_facts(first),
-        headlines=headlines,
-        # of the tiles, which only a page of one run has: no tile is alone in the last row
-        columns=max((6, 5, 4), key=lambda count: (len(headlines[0]) - 1) % count),
-        comparison=[(name, row + [_difference(row[0], one) for one in row[1:]]) for name, row in _rows(headlines)],
-        differences=[f"{run.name} − {first.name}" for run in others],
-        flags=_differing_flags(runs),
-        groups=train_charts(runs),
-        phases=_phases(runs),
-        evaluations=evaluation_charts(runs),
-        evaluation=_rows([_last_evaluations(run) for run in runs]),
-        galleries=[(run, retrieval_gallery(run)) for run in runs],
-        causes=_causes,
-        settings=_settings,
-        environment=_rows([_environment(run) for run in runs]),
+        facts=_facts(run),
+        headline=figures,
+        columns=max((6, 5, 4), key=lambda count: (len(figures) - 1) % count),  # no tile is alone in the last row
+        groups=train_charts(run),
+        phases=_phases(run),
+        evaluations=evaluation_charts(run),
+        evaluation=_last_evaluations(run),
+        gallery=retrieval_gallery(run),
+        causes=_causes(run),
+        settings=_settings(run),
+        environment=_environment(run),
         now=time.strftime("%Y-%m-%d %H:%M"),
     )
-    page = out / f"{'_'.join(['compare', *(run.name for run in others)]) if others else 'index'}.html"
+    page = out / "index.html"
     page.write_text(text, encoding="utf-8")
     return page
 
@@ -104,41 +95,11 @@ def _facts(run: Run) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
-def _rows(columns: list[dict[str, str]]) -> Rows:
-    """Return one row per name, with a dash for a run that does not have it."""
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, [column.get(name, "–") for column in columns]) for name in names]
-
-
-def _difference(first: str, other: str) -> str:
-    """Return '+60 (+5.0%)' for '1,200' and '1,260', points for percentages, and '' for other texts."""
-    numbers = [re.fullmatch(r"([\d,]+(?:\.\d+)?)(%| MiB)?", text) for text in (first, other)]
-    if not numbers[0] or not numbers[1]:
-        return ""
-    if first == other:
-        return "same"
-    before, after = (float(number[1].replace(",", "")) for number in numbers if number)
-    digits = len(other.rstrip("% MiB").partition(".")[2])
-    change = f"{after - before:+,.{digits}f}"
-    if numbers[0][2] == "%":
-        return f"{change} points"
-    return change + (f" ({after / before - 1:+.1%})" if before else "")
-
-
-def _differing_flags(runs: list[Run]) -> Rows:
-    other = ("name", "logs", "resume", "overwrite")
-    flags = [{option_of(name): _value(run.config[name]) for name in run.config if name not in other} for run in runs]
-    return [(name, values) for name, values in _rows(flags) if len(set(values)) > 1]
-
-
-def _phases(runs: list[Run]) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
-    """Return (run, milliseconds per step, [(phase, median milliseconds, share)]) of the runs that recorded them."""
-    bars = []
-    for run in runs:
-        times = {phase: 1000 * _median(run, f"seconds_{phase}") for phase in PHASES}
-        if total := sum(times.values()):
-            bars.append((run.name, f"{total:,.0f}", [(phase, ms, ms / total) for phase, ms in times.items()]))
-    return bars
+def _phases(run: Run) -> list[tuple[str, float, float]]:
+    """Return (phase, median milliseconds per step, share) of each phase, or [] if the run did not record them."""
+    times = {phase: 1000 * _median(run, f"seconds_{phase}") for phase in PHASES}
+    total = sum(times.values())
+    return [(phase, ms, ms / total) for phase, ms in times.items()] if total else []
 
 
 def _last_evaluations(run: Run) -> dict[str, str]:
@@ -158,7 +119,8 @@ def _last_evaluations(run: Run) -> dict[str, str]:
 
 def _causes(run: Run) -> list[tuple[str, str, str]]:
     """Return (cause, what happened to the samples, their number), the most frequent first."""
-    counts = sorted((run.summary or {})["data"].items(), key=lambda entry: -entry[1])
+    data = run.summary["data"] if run.summary else {}
+    counts = sorted(data.items(), key=lambda entry: -entry[1])
     named = [(*name.partition("/")[::2], count) for name, count in counts if count]
     return [(cause.replace("_", " "), _CAUSES[kind], f"{n:,}") for kind, cause, n in named if kind in _CAUSES]
 

@@ -15,7 +15,7 @@ from infcl.report.__main__ import main
 from infcl.report.charts import Chart, Series, smooth, train_charts
 from infcl.report.drawing import draw_loss_curve, draw_svg, short
 from infcl.report.gallery import Gallery, retrieval_gallery
-from infcl.report.page import _difference, headline, write_report
+from infcl.report.page import headline, write_report
 from infcl.report.records import read_run
 from infcl.report.summary import summary_table
 
@@ -96,37 +96,16 @@ def test_the_page_shows_curves_evaluation_data_and_settings_and_loads_nothing(ru
     assert "@import" not in text and not re.search(r"url\((?!#)", text) and "<GPU" not in text
 
 
-def test_two_runs_are_overlaid_and_the_flags_that_differ_listed(tmp_path):
-    first, second = write_run(tmp_path / "a $x_$"), write_run(tmp_path / "b", lr=2e-3)  # no formula
-    assert main([str(first), str(second), "--out", str(tmp_path / "out")]) == 0
-    text = (tmp_path / "out" / "compare_b.html").read_text()
-    Page(text)
-    differing = text[text.index("Flags that differ") : text.index("Learning</h2>")]
-    assert "--lr" in differing and "0.002" in differing and "--batch-size" not in differing
-    assert "a $x_$ · image→text" in text and "b · text→image" in text
-    assert "b − a $x_$</th>" in text
-
-
-@pytest.mark.parametrize(
-    ("first", "other", "difference"),
-    [("1,200", "1,260", "+60 (+5.0%)"), ("41.8%", "40.6%", "-1.2 points"), ("512 MiB", "256 MiB", "-256 (-50.0%)"),
-     ("0.5000", "0.4750", "-0.0250 (-5.0%)"), ("0", "3", "+3"), ("3", "3", "same"),
-     ("–", "3", ""), ("1 min 15 s", "75 s", "")],
-)  # fmt: skip
-def test_a_comparison_says_by_how_much_runs_differ(first, other, difference):
-    assert _difference(first, other) == difference
-
-
 @pytest.mark.parametrize("count", range(7, 15))
 def test_no_tile_of_a_run_stands_alone_in_the_last_row(count, run, tmp_path, monkeypatch):
     monkeypatch.setattr("infcl.report.page.headline", lambda run: dict.fromkeys(map(str, range(count)), "1"))
     monkeypatch.setattr("infcl.report.page.draw_svg", lambda *_: "")
-    text = write_report([run], tmp_path).read_text()
+    text = write_report(run, tmp_path).read_text()
     assert count % int(re.search(r"--columns: (\d)", text)[1]) != 1
 
 
 def test_the_training_time_is_that_of_the_steps(run):
-    (chart,) = [chart for chart in train_charts([run])["Learning"] if chart.title == "Loss against training time"]
+    (chart,) = [chart for chart in train_charts(run)["Learning"] if chart.title == "Loss against training time"]
     assert chart.series[0].xs[-1] == pytest.approx(sum(64 / (100 + step) for step in range(1, 31)))  # seconds
 
 
