@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,13 @@ def test_the_page_shows_curves_evaluation_data_and_settings_and_loads_nothing(ru
     assert text.count('<figure class="card chart">') == 12
     assert Page(text).loads == []
     assert "@import" not in text and not re.search(r"url\((?!#)", text) and "<GPU" not in text
+
+
+def test_only_values_break_inside_a_word_on_a_phone():
+    rules = re.findall(
+        r"([^{}]+){[^{}]*overflow-wrap: anywhere", (Path(drawing.__file__).parent / "style.css").read_text()
+    )
+    assert rules and not [rule for rule in rules if re.search(r"\b(th|span|h3)\b", rule)]
 
 
 @pytest.mark.parametrize("count", range(7, 15))
