@@ -2,13 +2,16 @@
 
     torchrun --nproc-per-node 8 examples/text_retriever.py --model BAAI/bge-base-en-v1.5 --data pairs.jsonl
 
-In: lines of {"query": ..., "positive": ..., "negatives": [...]}, all with as many negatives. Every query competes over
-the documents of all GPUs. The activations of one micro-batch are in memory. Out: --output in Hugging Face's format.
+In: lines of {"query": ..., "positive": ..., "negatives": [...]}, all with as many negatives, or none. Every query
+competes over the documents of all GPUs; a document whose text equals the query's positive is no negative of it. The
+activations of one micro-batch are in memory. Out: --output in Hugging Face's format. wordnet.py has a data set for it.
 """
 
 import argparse
+import hashlib
 import json
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,9 +47,10 @@ def main() -> None:
     model = DistributedDataParallel(model, find_unused_parameters=True)  # a pooler that the mean does not use
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
-    def loss(queries: torch.Tensor, *documents: torch.Tensor) -> torch.Tensor:
+    def loss(queries: torch.Tensor, *documents: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         own = torch.arange(len(queries), device=device)  # the first column of documents holds the positives
-        return info_nce_loss(queries, torch.cat(documents), own, args.scale, group=group, tile_dtype="bf16")
+        options = {"document_ids": ids, "duplicates": "mask", "group": group, "tile_dtype": "bf16"}
+        return info_nce_loss(queries, torch.cat(documents), own, args.scale, **options)
 
     def tokens(texts: list[str]) -> dict[str, torch.Tensor]:
         given = tokenizer(texts, padding=True, truncation=True, max_length=args.max_length, return_tensors="pt")
@@ -59,10 +63,11 @@ def main() -> None:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist()[rank::world_size]
         for begin in range(0, len(rows) // world_size - args.batch_size + 1, args.batch_size):
             batch = [rows[index] for index in order[begin : begin + args.batch_size]]
-            columns = zip(*([row["query"], row["positive"], *row["negatives"]] for row in batch))
+            columns = list(zip(*([row["query"], row["positive"], *row["negatives"]] for row in batch)))
+            ids = torch.tensor([text_id(text) for column in columns[1:] for text in column], device=device)
             micro_batches = split_batch(tuple(tokens(list(column)) for column in columns), args.micro_batch_size)
             with torch.autocast(device.type, torch.bfloat16):
-                value = contrastive_step(model, micro_batches, loss)
+                value = contrastive_step(model, micro_batches, partial(loss, ids=ids))
             optimizer.step()
             optimizer.zero_grad()
             step += 1
@@ -73,6 +78,11 @@ def main() -> None:
         encoder.save_pretrained(args.output)
         tokenizer.save_pretrained(args.output)
     dist.destroy_process_group()
+
+
+def text_id(text: str) -> int:
+    """Return an int64 that is the same for equal texts on all ranks."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def mean_of_tokens(output, given: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The tutorials and the examples run as they are shown."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -102,6 +103,30 @@ def test_an_example_trains_a_text_encoder(script, row, flag, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "loss" in result.stdout and list((tmp_path / "trained").rglob("model.safetensors"))
+
+
+@pytest.mark.slow
+def test_wordnet_holds_out_definitions_and_scores_a_perfect_retriever_as_one(tmp_path, monkeypatch):
+    pytest.importorskip("bm25s")
+    import_transformers()
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import wordnet
+
+    lines = [f'{n:08d} 03 n 02 word{n} 0 other_{n % 7} 0 000 | what {n} means; "word{n} is used"  ' for n in range(300)]
+    for part in ("noun", "verb", "adj", "adv"):
+        (tmp_path / f"data.{part}").write_text("\n".join(["  1 licence", *(lines if part == "noun" else [])]))
+    wordnet.prepare(tmp_path, tmp_path)
+    test = json.loads((tmp_path / "test.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    held_out = {test["words"][word] for word in test["held_out"]}
+    unseen = {test["definitions"][definition] for _, definition in test["pairs"]}
+    assert held_out and not (held_out | unseen) & {row[side] for row in rows for side in ("query", "positive")}
+    assert len(rows) == 2 * (600 - len(test["pairs"])) and "used" not in json.dumps(test)
+    right = {0: [5], 3: [7, 9]}
+    perfect, second = [[5, *range(20, 29)], [9, 7, *range(20, 28)]], [[1, 5, *range(20, 28)], [-1] * 10]
+    assert wordnet.measures(perfect, right) == pytest.approx({"r1": 1, "ndcg10": 1})
+    assert wordnet.measures(second, right) == pytest.approx({"r1": 0, "ndcg10": 1 / math.log2(3) / 2})
+    assert wordnet.bm25(["a cat"], ["the cat sat", *"bcdefghij"], [0])[0][:2] == [0, -1]
 
 
 @pytest.mark.slow
