@@ -9,7 +9,7 @@ clock and allocator. A row is one segment of steps. The text tower always uses t
     cudnn, flash     torch's scaled_dot_product_attention with this backend, compiled embedding
     eager embedding  as blocks, with the embedding before the residual blocks run by eager torch
 
-At the end a table has the median samples/s of each variant, and the kernels of one step that name says attention.
+The lines at the end have the median samples/s of each variant. A row has the attention kernels of one profiled step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from infcl.train.compile import _for_sizes
 
 VARIANTS = ("blocks", "cudnn", "flash", "eager embedding")
 SKIPPED = 2  # steps of a segment that are not measured: the allocator and the loader adapt
-COMPILING = 2  # steps of each variant before the first segment
+COMPILING = 3  # steps of each variant before the first segment; the last one is profiled
 STEPS = {"ViT-L-14": 5, "ViT-B-16": 14}  # measured steps of a segment
 COLUMNS = (
     "model", "micro_batch", "micro_batches", "variant", "repeat", "samples_per_second", "step_seconds", "peak_gib",
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace, flags: list[str]) -> None:
     small = model == "ViT-L-14" and torch.cuda.get_device_properties(0).total_memory < 100e9
     size = options.batch_size or (128 if small else 256)
     each = SKIPPED + STEPS.get(model, 6)
-    steps = len(VARIANTS) * (COMPILING + options.repeats * each + 1)
+    steps = len(VARIANTS) * (COMPILING + options.repeats * each)
     given = ["--model", model, "--batch-size", str(size), "--accum-freq", str(1024 // size), "--compile-blocks", "on"]
     with shared_folder() as folder:
         config = config_of("1", {}, steps, [*given, *ONE_RESIDENT, *flags], folder)
@@ -94,7 +94,6 @@ class Variants:
         for repeat in range(options.repeats):  # every second repeat in the opposite order
             order = VARIANTS[:: 1 - 2 * (repeat % 2)]
             self.segments += [(name, repeat, each) for name in order]
-        self.segments += [(name, -2, 1) for name in VARIANTS]  # under the profiler
         self.seconds: list[float] = []
         self.rows: list[dict] = []
         self.kernels: dict[str, str] = {}
@@ -128,23 +127,21 @@ class Variants:
     def after_step(self, step: Any) -> None:
         name, repeat, length = self.segments[0]
         self.seconds.append(step.seconds)
-        if self.profile is not None:
-            self.profile.stop()
-            self.kernels[name] = _attention_kernels(self.profile)
-            self.profile = None
+        if repeat < 0 and len(self.seconds) == length - 1:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
         if len(self.seconds) < length:
             return
-        if repeat >= 0:
-            self._add_row(name, repeat, step.loss)
+        if repeat < 0:
+            self.profile.stop()
+            self.kernels[name] = _attention_kernels(self.profile)
+            print(f"{self.options.models[0]} {name}: {self.seconds} s; {self.kernels[name]}", flush=True)
         else:
-            print(f"{self.options.models[0]} {name}: {['profiled', 'compiled'][repeat]} {self.seconds}", flush=True)
+            self._add_row(name, repeat, step.loss)
         self.segments.pop(0)
         self.seconds = []
         if self.segments:
             self.use(self.segments[0][0])
-            if self.segments[0][1] == -2:
-                self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-                self.profile.start()
 
     def _add_row(self, name: str, repeat: int, loss: float) -> None:
         seconds = statistics.median(self.seconds[SKIPPED:])
@@ -153,7 +150,9 @@ class Variants:
             "model": self.options.models[0], "micro_batch": self.size, "micro_batches": batch.num_micro_batches,
             "variant": name, "repeat": repeat, "samples_per_second": batch.global_batch_size / seconds,
             "step_seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "loss": loss,
-        }  # fmt: skip
+            "kernels": self.kernels[name],
+        } | hardware(self.options.commit)  # fmt: skip
+        append(self.options.csv, [row], COLUMNS)
         self.rows.append(row)
         every = [round(s, 4) for s in self.seconds]
         print(
@@ -163,17 +162,16 @@ class Variants:
         )
 
     def report(self) -> None:
-        """Print the median of each variant and write the rows."""
+        """Print the median of each variant."""
         rates: dict[str, float] = {}
         for name in VARIANTS:
             own = [row["samples_per_second"] for row in self.rows if row["variant"] == name]
             rates[name] = statistics.median(own)
-            print(f"{self.options.models[0]} {name:<16} median {rates[name]:9.1f} samples/s, "
-                  f"{rates[name] / rates['blocks'] - 1:+.2%} of blocks, range {min(own):.1f} - {max(own):.1f}; "
-                  f"{self.kernels.get(name, '')}", flush=True)  # fmt: skip
-        own = hardware(self.options.commit)
-        append(self.options.csv, [row | {"kernels": self.kernels.get(row["variant"], "")} | own for row in self.rows],
-               COLUMNS)  # fmt: skip
+            print(
+                f"{self.options.models[0]} {name:<16} median {rates[name]:9.1f} samples/s, "
+                f"{rates[name] / rates['blocks'] - 1:+.2%} of blocks, range {min(own):.1f} - {max(own):.1f}",
+                flush=True,
+            )
 
 
 def _attend_of(name: str, model: Any) -> Any:
@@ -195,9 +193,9 @@ def _attention_kernels(profile: Any) -> str:
     """Return the names and milliseconds of the step's attention kernels."""
     words = ("attention", "attn", "fmha", "flash", "sdpa", "cudnn_generated", "_forward", "_backward", "_delta")
     found = {
-        event.key: event.device_time_total / 1e3
+        event.key: event.self_device_time_total / 1e3
         for event in profile.key_averages()
-        if any(word in event.key.lower() for word in words)
+        if event.self_device_time_total > 0 and any(word in event.key.lower() for word in words)
     }
     longest = sorted(found.items(), key=lambda item: -item[1])[:6]
     return "; ".join(f"{key[:60]} {milliseconds:.1f} ms" for key, milliseconds in longest)
