@@ -1,1 +1,1 @@
-"""Checks of several hosts: the hostfile, equal software and hardware, reachability and link speeds."""
+"""Checks of several hosts: the hostfile, equal software and hardware, reachability."""

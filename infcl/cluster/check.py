@@ -1,6 +1,6 @@
 """Check the hosts of a hostfile before a run: reachability, equal software and GPUs, clocks, the shared folder.
 
-    bash launch/check.sh HOSTFILE [SHARED_FOLDER]        then measures links and GPUs too (links.py)
+    bash launch/check.sh HOSTFILE [SHARED_FOLDER]
 
 Prints one line per problem. Exit codes: 0 no problem, 1 problems, 2 the hostfile cannot be read.
 With --report HOST SHARED_FOLDER it prints this host's own report as JSON, which the check fetches over ssh.

@@ -1,20 +1,15 @@
-"""Problems that launch/check.sh reports, found in hosts' reports and in measured rates, without hosts."""
+"""Problems that launch/check.sh reports, found in hosts' reports, without hosts."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from infcl.cluster import check, links
+from infcl.cluster import check
 from infcl.cluster.check import fetch, gpus, problems, shared_folder
-from infcl.cluster.links import _rounds, extremes, slow_ones
-from infcl.parallel.rendezvous import nodes_of
 from tests.lib.checkout import ROOT
 from tests.lib.launch_scripts import executable
-from tests.lib.ranks import run_ranks
 
 HOSTS = {"a": 8, "b": 8, "c": 8}
 
@@ -58,109 +53,6 @@ READ_ONLY = {"error": "Read-only file system", "free_gb": 0.0, "files": []}
 def test_problems_are_reported_with_the_host_and_equal_hosts_have_none(changes, line):
     assert found() == []
     assert any(line in found_line for found_line in found(**changes)), found(**changes)
-
-
-@pytest.mark.parametrize("hosts", [[8, 8], [1, 2, 3, 2], [1] * 9])
-def test_every_two_hosts_are_paired_once_and_no_host_twice_in_a_round(hosts):
-    everyone = [(f"h{host}", local) for host, size in enumerate(hosts) for local in range(size)]
-    rounds = [[(everyone[a], everyone[b]) for a, b in pairs] for pairs in _rounds(nodes_of(everyone))]
-    met = [(a[0], b[0], a[1]) for pairs in rounds for a, b in pairs]
-    numbers = range(len(hosts))
-    expected = [
-        (f"h{a}", f"h{b}", k) for a in numbers for b in numbers if a < b for k in range(min(hosts[a], hosts[b]))
-    ]
-    assert sorted(met) == sorted(expected)
-    for pairs in rounds:
-        assert all(a[1] == b[1] for a, b in pairs)
-        busy = {(a[0], b[0]) for a, b in pairs}
-        assert len({host for two in busy for host in two}) == 2 * len(busy)
-
-
-def test_containers_with_the_same_hostname_are_separate_hosts():
-    nodes = nodes_of([("box", 0), ("box", 1), ("box", 0), ("box", 1), ("other", 0)])
-    names = [name for node in nodes for name in links._names(node, nodes)]
-    assert names == ["box@0:0", "box@0:1", "box@2:0", "box@2:1", "other:0"]
-    assert sorted(pair for pairs in _rounds(nodes) for pair in pairs) == [(0, 2), (0, 4), (1, 3), (2, 4)]
-
-
-def figures(hosts: str = "abcd", ranks: int = 2, slow: float = 2.0, at: tuple[str, ...] = ()) -> dict:
-    """Return equal rates, except for the links, or all links of the ranks, in `at`."""
-    names = [(f"{a}:{k}", f"{b}:{k}") for a in hosts for b in hosts if a < b for k in range(ranks)]
-    between = {f"{a} - {b}": slow if {a, b, f"{a} - {b}"} & set(at) else 10.0 for a, b in names}
-    return {
-        "tflops": {f"{host}:{k}": 700.0 for host in hosts for k in range(ranks)} | {f"{hosts[0]}:{ranks}": 690.0},
-        "within_hosts": {},
-        "between_hosts": between,
-    }
-
-
-@pytest.mark.parametrize(
-    ("hosts", "ranks", "at", "named"),
-    [
-        ("abcd", 2, (), []),
-        ("abcd", 2, ("a:1 - b:1",), ["a:1 - b:1"]),
-        ("abcd", 2, ("c:1",), ["all of c:1"]),  # a network card of one GPU
-        ("abcd", 2, ("c:0", "c:1"), ["all of c"]),
-        ("abc", 1, ("c:0",), ["all of c"]),  # though most links are slow
-        ("abcde", 2, ("c:0", "c:1", "a:0", "d:0 - e:0"), ["all of a:0", "all of c", "d:0 - e:0"]),
-        ("bacd", 1, ("a:0",), ["all of a"]),
-        ("acd", 1, ("a:0",), ["all of a:0"]),  # the first host has another rank, without a link
-        ("ab", 8, ("a:5",), ["a:5 - b:5"]),  # with two hosts it is unknown whose card it is
-        ("ab", 8, tuple(f"a:{k}" for k in range(8)), []),  # all alike
-    ],
-)
-def test_a_slow_link_is_reported_and_a_slow_rank_or_host_instead_of_its_links(hosts, ranks, at, named):
-    found = slow_ones(figures(hosts, ranks, at=at))
-    assert found == [f"slow link: {name}, 2 GB/s (usual 10)" for name in named]
-
-
-def test_a_slow_gpu_is_reported():
-    result = figures("ab") | {"tflops": {"a:0": 700.0, "a:1": 500.0, "b:0": 710.0, "b:1": 700.0}}
-    assert slow_ones(result) == ["slow GPU or CPU: a:1, 500 TFLOP/s (usual 700)"]
-
-
-def test_minimum_and_median_are_printed_for_the_only_link_of_two_hosts():
-    one_link = figures("ab", 1, slow=0.012, at=("a:0",))
-    assert slow_ones(one_link) == []
-    assert extremes(one_link) == [
-        "least tflops: 690 TFLOP/s (a:1), median 700",
-        "least between hosts: 0.012 GB/s (a:0 - b:0), median 0.012",
-    ]
-
-
-def measured_on_two_hosts(rank, world_size):
-    """Measure two hosts of two ranks; the clock of the first host's second rank runs ten times as fast."""
-    import itertools
-    from types import SimpleNamespace
-    from unittest import mock
-
-    from infcl.parallel import Parallel
-
-    ticks = (tick * (10 if rank == 1 else 1) for tick in itertools.count())
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    host, device = f"host-{rank // 2}", torch.device("cpu")
-    with (
-        mock.patch.object(links, "time", clock),
-        mock.patch.object(links.socket, "gethostname", lambda: host),
-        mock.patch.object(links, "_CPU", {"side": 8, "megabytes": 1}),
-    ):
-        return links.measure(Parallel(rank, world_size, rank % 2, device, dist.group.WORLD))
-
-
-def test_all_ranks_of_two_hosts_are_measured_at_once_and_the_slow_one_is_reported():
-    results, rate, product = run_ranks(measured_on_two_hosts, 4), 2**20 / 1e9, 2 * 8**3 / 1e12
-    all_reduce, slower = (results[rank].pop("all_reduce") for rank in (0, 1))
-    assert all_reduce == pytest.approx(1.5 * rate) and slower == pytest.approx(0.15 * rate)
-    assert results[0] == results[1]
-    assert results[0] == {
-        "tflops": {"host-0:0": product, "host-0:1": product / 10, "host-1:0": product, "host-1:1": product},
-        "within_hosts": {"host-0:0 - host-0:1": rate, "host-1:0 - host-1:1": rate},
-        "between_hosts": {"host-0:0 - host-1:0": rate, "host-0:1 - host-1:1": rate / 10},
-    }
-    found = slow_ones(results[0])
-    assert [line.partition(",")[0] for line in found] == [
-        "slow GPU or CPU: host-0:1", "slow link: host-0:1 - host-1:1",
-    ]  # fmt: skip
 
 
 def test_hosts_with_the_same_hostname_do_not_mistake_their_own_marks_for_each_others(tmp_path):

@@ -77,16 +77,13 @@ def test_the_openmpi_launcher_trains_too(demo_folder, tmp_path, two_hosts):
     assert len(losses(tmp_path)) == 3
 
 
-def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_a_slow_one(tmp_path):
+def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_an_unshared_folder(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     with Hosts(3, folder=tmp_path / "hosts") as hosts:
         check = ["bash", "launch/check.sh", hosts.hostfile, shared]
-        code, output = finish(start(hosts, check, INTERFACE="eth0"))
-        assert "3 hosts, 3 slots, 0 GPUs: right" in output and "all-reduce over 3 ranks" in output, output
-        hosts[2].shape("tbf rate 100mbit burst 64kb latency 400ms")
-        code, output = finish(start(hosts, check, INTERFACE="eth0"))
-        assert code == 1 and "slow link: all of worker-3" in output, output
+        code, output = finish(start(hosts, check))
+        assert code == 0 and "3 hosts, 3 slots, 0 GPUs: right" in output, output
         mounted = hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", shared])
         assert mounted.returncode == 0
         hosts.hostfile.write_text(hosts.hostfile.read_text() + "worker-9 slots=1\n")
