@@ -11,8 +11,7 @@ checkpoint intact. It leaves a partial folder, which the next checkpoint removes
     full disk       the failed checkpoint is reported and removed, and training continues; after too many failures in
                     a row the trainer stops the run
     disk unmounted  nothing is written to the empty mount point, since `checkpoints` is created once, at the start
-    disk hangs      on some nodes, or during rank 0's renames: the run stops after `patience` seconds
-    disk is slow    on all ranks: training waits
+    disk is slow    training waits, at most until the time limit of a collective (--dist-timeout)
 """
 
 import contextlib
@@ -22,10 +21,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,11 +35,6 @@ from infcl.parallel import Parallel, from_first_rank, rank_and_host
 
 log = logging.getLogger(__name__)
 PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
-_Answer = TypeVar("_Answer")
-
-
-class StorageHangs(RuntimeError):
-    """A rank's writer thread hangs. The process must exit without waiting for threads, unlike after other errors."""
 
 
 class CheckpointWriter:
@@ -54,8 +46,6 @@ class CheckpointWriter:
         failed: number of checkpoints that could not be written.
         failed_in_a_row: number of failures since `newest`.
         problem: reason of the last failure.
-        patience: seconds that a rank may continue to write after another has finished, and limit of rank 0's own work;
-            None: no limit.
     """
 
     def __init__(
@@ -66,9 +56,8 @@ class CheckpointWriter:
         *,
         keep_last: int,
         keep_every: int,
-        patience: float | None = None,
     ):
-        self.engine, self.run, self.parallel, self.patience = engine, run, parallel, patience
+        self.engine, self.run, self.parallel = engine, run, parallel
         self.keep_last, self.keep_every = keep_last, keep_every
         self.failed = self.failed_in_a_row = 0
         self.problem = ""
@@ -109,7 +98,7 @@ class CheckpointWriter:
             prunes: remove older checkpoints when this one is written.
 
         Raises:
-            FolderTaken, StorageHangs: as `publish` does.
+            FolderTaken: as `publish` does.
         """
         self.publish()
         self._prunes = prunes
@@ -126,8 +115,8 @@ class CheckpointWriter:
             "trainer": state,
         }
         own = _own_tensors(self.engine, self.parallel)
-        self._on_rank_0(self._remove_parts)
-        self._writing = _in_thread(lambda: self._write(own, step))
+        from_first_rank(self._remove_parts)
+        self._writing = self._in_thread(own, step)
 
     def publish(self) -> Path | None:
         """Wait until all ranks have written, and move the checkpoint into place. Collective.
@@ -137,29 +126,22 @@ class CheckpointWriter:
 
         Raises:
             FolderTaken: on all ranks, if another process has begun to train in the folder.
-            StorageHangs: on all ranks, if some have not finished `patience` seconds after others.
         """
         if self._writing is None:
             return None
-        hangs = self._still_writes(self._writing)
         writing, self._writing = self._writing, None
+        wait([writing])
         written, problem = None, None
-        if hangs:
-            problem = f"still writes after {self.patience:.0f} s"
-        elif isinstance(error := writing.exception(), OSError):
-            problem = why_not_written(error)
+        if isinstance(error := writing.exception(), OSError):
+            problem = f"{rank_and_host(self.parallel)}: {why_not_written(error)}"
         else:
             written = writing.result()
-        if problem:
-            problem = f"{rank_and_host(self.parallel)}: {problem}"
         answers: list = [None] * self.parallel.world_size
-        dist.all_gather_object(answers, (_file_name(self.parallel.rank), written, problem, hangs))
+        dist.all_gather_object(answers, (_file_name(self.parallel.rank), written, problem))
         found = [answer[2] for answer in answers if answer[2]]
         problems = f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else "".join(found)
-        if any(answer[3] for answer in answers):
-            raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({problems}); {self.hint}")
-        manifest = self._manifest | {"files": {name: written for name, written, *_ in answers}}
-        taken_by, problem = self._on_rank_0(lambda: self._move_into_place(manifest, problems))
+        manifest = self._manifest | {"files": {name: written for name, written, _ in answers}}
+        taken_by, problem = from_first_rank(lambda: self._move_into_place(manifest, problems))
         if taken_by is not None:
             raise FolderTaken(f"{taken_by} trains in {self.run.root} now; this run exits and leaves the folder to it")
         if problem:
@@ -211,31 +193,6 @@ class CheckpointWriter:
             for left in self.run.checkpoints.glob(f"step_*{PARTIAL}"):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def _on_rank_0(self, work: Callable[[], _Answer]) -> _Answer:
-        """Call `work` on rank 0 and return its result on all ranks; StorageHangs after `patience`. Collective."""
-
-        def within_patience() -> _Answer:
-            working = _in_thread(work, daemon=True)
-            if not wait([working], self.patience).done:
-                why = f"{rank_and_host(self.parallel)}: no answer for {self.patience:.0f} s"
-                raise StorageHangs(f"the storage of {self.run.checkpoints} hangs ({why}); {self.hint}")
-            return working.result()
-
-        return from_first_rank(work if self.parallel.world_size == 1 else within_patience)
-
-    def _still_writes(self, writing: Future) -> bool:
-        """Wait until all ranks have written, or until `patience` seconds have passed and some have. Collective.
-
-        Returns:
-            Whether this rank still writes.
-        """
-        while True:
-            wait([writing], self.patience)
-            done = [False] * self.parallel.world_size
-            dist.all_gather_object(done, writing.done())
-            if any(done):
-                return not done[self.parallel.rank]
-
     def prune(self, written: Path) -> None:
         """Remove old checkpoints after `written` was published. Rank 0 only.
 
@@ -252,24 +209,20 @@ class CheckpointWriter:
                     removed = path.rename(path.with_name(path.name + PARTIAL))
                     shutil.rmtree(removed, ignore_errors=True)
 
-    def _write(self, own: dict[str, torch.Tensor], step: int) -> dict:
-        self._partial.mkdir(exist_ok=True)
-        metadata = {"run": self.run.root.name, "step": str(step)}
-        return _write_tensors(self._partial / _file_name(self.parallel.rank), own, metadata)
+    def _in_thread(self, own: dict[str, torch.Tensor], step: int) -> Future[dict]:
+        """Write this rank's file in a thread. An executor's thread would be waited for when the process exits."""
+        done: Future[dict] = Future()
 
+        def write() -> None:
+            try:
+                self._partial.mkdir(exist_ok=True)
+                metadata = {"run": self.run.root.name, "step": str(step)}
+                done.set_result(_write_tensors(self._partial / _file_name(self.parallel.rank), own, metadata))
+            except BaseException as error:  # raised again on the main thread
+                done.set_exception(error)
 
-def _in_thread(work: Callable[[], _Answer], *, daemon: bool = False) -> Future[_Answer]:
-    """Call `work` in a thread. A process does not wait for a daemon when it exits."""
-    done: Future[_Answer] = Future()
-
-    def do() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # raised again on the main thread
-            done.set_exception(error)
-
-    threading.Thread(target=do, name="checkpoint", daemon=daemon).start()
-    return done
+        threading.Thread(target=write, name="checkpoint").start()
+        return done
 
 
 def _file_name(rank: int) -> str:

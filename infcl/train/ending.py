@@ -1,7 +1,7 @@
 """The end of a run: its exit code and final message.
 
 0    finished; also --help, --dry-run, and a folder whose run is finished
-1    a failure, with its traceback; hanging storage or a failed loader, with one line
+1    a failure, with its traceback; a failed loader, with one line
 2    a usage error, unusable data, or another run took over the folder
 65   too many bad samples or non-finite values: a restart would end the same way
 69   a node is lost (infcl/parallel/heartbeat.py ends the process)
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infcl.checkpoint.run_folder import FolderTaken, NotWritten
-from infcl.checkpoint.write import StorageHangs
 from infcl.data.loader import TooManyBadSamples
 from infcl.data.workers import NoBatch
 from infcl.parallel import Parallel, describe_failure, destroy_parallel, read_environment, report_mistake
@@ -29,7 +28,6 @@ EXIT_CODES: dict[type[Exception], int] = {
     FolderTaken: 2,
     Diverged: 65,  # EX_DATAERR of sysexits.h
     TooManyBadSamples: 65,
-    StorageHangs: 1,
     NotWritten: 74,  # EX_IOERR
 }
 INTERRUPTED = 130

@@ -123,7 +123,6 @@ class Trainer:
         self.checkpoints = CheckpointWriter(
             self.engine, self.run, self.parallel, keep_last=config.keep_checkpoints,
             keep_every=config.keep_every_n_steps,
-            patience=0.8 * 60 * config.dist_timeout,  # seconds; a collective's time-out would not report the slow rank
         )  # fmt: skip
         self.signals = StopSignals(noted)
         self.saves = Saves(config, self.parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
