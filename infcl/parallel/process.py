@@ -11,37 +11,31 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import NoReturn
-
-import torch.distributed as dist
 
 from infcl.parallel.environment import read_environment
 from infcl.parallel.groups import Parallel, rank_and_host
 
-_REPORTED, _HEARD = "usage error is reported", "usage error was heard"  # keys in the group's store
+PATIENCE = 5.0  # seconds in which a launcher stops the other ranks after the first one has exited
 
 
-def report_mistake(program: str, error: Exception) -> int:
-    """Print one line about a usage error, on one rank. Return exit code 2 on all ranks.
+def report_mistake(program: str, error: Exception, *, everywhere: bool = False) -> int:
+    """Print one line about an error that ends the run. Return exit code 2.
 
-    After the rendezvous, rank 0 notifies the other ranks that it reports the error. Before the rendezvous, the others
-    wait, since launchers stop them within seconds after the first rank has exited. A rank that is still running then
-    reports the error itself, since only its node has it. The first rank of each node reports before the node's others.
+    Rank 0 prints at once. The others wait, so that the launcher stops them when rank 0 has exited; one that still runs
+    then has an error of its own node, and prints it. The first rank of each node prints before the node's others.
+
+    Args:
+        program: prefix of the line.
+        error: the error.
+        everywhere: whether all ranks have this error, so that rank 0 alone prints it.
     """
-    rank, world_size, local_rank = read_environment()
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if rank == 0:
+    rank, _, local_rank = read_environment()
+    if rank != 0:
+        time.sleep(PATIENCE if local_rank == 0 else 2 * PATIENCE)
+    if rank == 0 or not everywhere:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-        if store is not None:
-            store.set(_REPORTED, "")
-            _wait(5, lambda: store.add(_HEARD, 0) >= world_size - 1)  # the store may end with this process
-    elif not _wait(5 if local_rank == 0 else 10, lambda: store is not None and store.check([_REPORTED])):
-        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-    elif store is not None:
-        store.add(_HEARD, 1)
     return 2
 
 
@@ -49,17 +43,6 @@ def describe_failure(parallel: Parallel, error: Exception) -> str:
     """Return one line about a failed rank in a run over several nodes: its node, the error, and all nodes' ranks."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     return f"{rank_and_host(parallel)}: {first_line}; the nodes: {', '.join(map(str, parallel.nodes))}"
-
-
-def _wait(seconds: float, until: Callable[[], bool]) -> bool:
-    """Wait until `until()` is true; return whether it became true in time. Errors of a closed store are ignored."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(dist.DistError):
-            if until():
-                return True
-        time.sleep(0.1)
-    return False
 
 
 def end_process(code: int) -> NoReturn:
@@ -75,32 +58,3 @@ def end_process(code: int) -> NoReturn:
                 stream.flush()
     finally:
         os._exit(code)
-
-
-@contextlib.contextmanager
-def spare_threads(count: int) -> Iterator[None]:
-    """Check that `count` more threads can start, and hold them inside the context.
-
-    If a process limit allows fewer, a run would hang or exit without a reason.
-
-    Raises:
-        ValueError: the user's limit (ulimit -u) or the container's (pids.max) is reached.
-    """
-    release = threading.Event()
-    started: list[threading.Thread] = []
-    try:
-        for _ in range(count):
-            thread = threading.Thread(target=release.wait, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise ValueError(
-                    f"only {len(started)} more threads can be started, a rank may need {count}: raise the limit of "
-                    "processes (ulimit -u, or the container's), or use fewer --workers"
-                ) from error
-            started.append(thread)
-        yield
-    finally:
-        release.set()
-        for thread in started:
-            thread.join()

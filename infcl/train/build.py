@@ -1,6 +1,5 @@
 """Build the parts of a run from its flags: tokenizer, model, loss, loader, evaluations."""
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -43,7 +42,6 @@ from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_fac
 from infcl.models.packing import why_unpackable
 from infcl.parallel import Parallel, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
-from infcl.parallel.process import spare_threads
 
 MOST_WORKERS = 8
 Towers = Any  # CLIP, or open_clip's towers behind CLIP's interface (models/open_clip_model.py)
@@ -53,12 +51,9 @@ def join(config: TrainConfig) -> Parallel:
     """Start the process group and the groups of tensor parallelism. Collective.
 
     Raises:
-        ValueError: see `init_parallel` and `spare_threads`.
+        ValueError: see `init_parallel`.
         RuntimeError: ranks did not join in time.
     """
-    workers = MOST_WORKERS if config.workers == AUTO_WORKERS else config.workers
-    with spare_threads(16):  # for the process group and the store
-        pass
     parallel = init_parallel(
         config.device,
         timeout_minutes=config.dist_timeout,
@@ -67,8 +62,6 @@ def join(config: TrainConfig) -> Parallel:
         run=config.name or config.model,
         settings=settings_of(config),
     )
-    with contextlib.ExitStack() as held:  # held by all ranks at the same time, since the ranks of a node share limits
-        on_every_rank(lambda: held.enter_context(spare_threads(16 + 4 * workers)))
     if config.tensor_parallel_size > 1:
         from megatron_patches.groups import init_tensor_parallel
 

@@ -79,7 +79,7 @@ def run(program: str, build: Callable[[], Trainer | NothingToTrain], *, debug: b
         print(f"{program}: error: rank {rank}: {end}", file=sys.stderr, flush=True)
         return end.exit_code
     except tuple(EXIT_CODES) as end:
-        report_mistake(program, end)
+        report_mistake(program, end, everywhere=True)
         return EXIT_CODES[type(end)]
     except RuntimeError as error:
         if parallel.hosts > 1:

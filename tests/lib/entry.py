@@ -8,14 +8,22 @@ import os
 import subprocess
 import sys
 import traceback
+from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 from unittest import mock
+
+import torch.distributed as dist
 
 from infcl.report import read_metrics
 from tests.lib import gpus
 from tests.lib.checkout import GOLDEN_MODEL, ROOT
 from tests.lib.ranks import free_port, run_ranks
 
+_runs = count()  # equal on all ranks
 ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -46,8 +54,8 @@ def alone(arguments: list[str], environment=ON_CPU) -> subprocess.CompletedProce
 def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
     """Run main() in the ranks of run_ranks, and return their output: faster than `launch` or `alone`.
 
-    For tests that need no launcher and no process exit. The ranks keep their process group. As daemons they cannot
-    start processes, so use `--workers 0`.
+    For tests that need no launcher and no process exit; but rank 0's end stops ranks that wait, as by a launcher. The
+    ranks keep their process group. As daemons they cannot start processes, so use `--workers 0`.
     """
     done = run_ranks(_main, ranks, arguments[1:], timeout=200)
     codes, printed, errors = zip(*done)
@@ -62,6 +70,8 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, s
         stack.enter_context(mock.patch("sys.stderr", err))
         stack.enter_context(mock.patch.object(logging.getLogger(), "handlers", []))  # else they keep this stderr
         stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))
+        ended = f"rank 0 ended run {next(_runs)}"
+        stack.enter_context(mock.patch("infcl.parallel.process.time", SimpleNamespace(sleep=partial(_stopped, ended))))
         try:
             code = main(arguments)
         except SystemExit as end:
@@ -69,7 +79,18 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str, s
         except RuntimeError:  # main() raises it during a run, and python exits with 1; other errors fail the test
             traceback.print_exc()
             code = 1
+        if rank == 0:
+            dist.distributed_c10d._get_default_store().set(ended, "")
     return code, out.getvalue(), err.getvalue()
+
+
+def _stopped(ended: str, seconds: float) -> NoReturn | None:
+    """Wait until rank 0 has ended, then exit as by a launcher's signal; return after `seconds`."""
+    try:
+        dist.distributed_c10d._get_default_store().wait([ended], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return None
+    raise SystemExit(2)
 
 
 def golden(steps: int = 20) -> list[float]:

@@ -1,21 +1,14 @@
 """How a rank's process ends, and which rank reports a usage error: rank 0 if all have it, else the one that has it."""
 
-import contextlib
-import io
 import os
-import re
-import shutil
 import subprocess
 import sys
-import time
-from unittest import mock
+from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 from infcl.parallel import process
 from tests.lib.checkout import ROOT
-from tests.lib.ranks import run_ranks
 
 RETURNS_FROM_CPP_ALL_THE_TIME = """
 import threading, time
@@ -73,48 +66,24 @@ def test_atexit_and_streams_are_served_and_nothing_is_waited_for_or_taken_down(c
     assert (result.returncode, result.stderr) == (code, "")
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="another user is needed: root, setpriv"
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "waits", "everywhere", "prints"),
+    [
+        (0, 0, 0, True, True),
+        (0, 0, 0, False, True),
+        (2, 0, 5, False, True),
+        (3, 1, 10, False, True),
+        (3, 1, 10, True, False),
+    ],
 )
-def test_too_low_a_limit_of_processes_is_a_usage_error(tmp_path):
-    """Of a user who has no processes else; root has no such limit."""
-    program = """
-from infcl.parallel.process import spare_threads
-with spare_threads(20):
-    print('20 are enough')
-with spare_threads(60):
-    pass
-"""
-    rights = ["--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override"]  # Python may be in root's folder
-    user = ["setpriv", "--reuid=64123", "--clear-groups", *rights, "bash", "-c", 'ulimit -u 40; exec "$@"', "-"]
-    done = subprocess.run([*user, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "20 are enough\n" and done.returncode == 1, done.stderr
-    assert re.search(r"ValueError: only 3\d more threads can be started, a rank may need 60", done.stderr)
-
-
-def reported(rank, world_size, makers):
-    """What this rank prints of a usage error on the ranks `makers`, rank 0 last."""
-    wait, said = process._wait, io.StringIO()
-    patience = 10 if 0 in makers else 0.1
-    with (
-        mock.patch.object(process, "_wait", lambda seconds, until: wait(seconds * patience, until)),
-        contextlib.redirect_stderr(said),
-    ):
-        if rank in makers:
-            time.sleep(0.3 if rank == 0 else 0)
-            assert process.report_mistake("program", ValueError("wrong")) == 2
-    dist.barrier()
-    store = dist.distributed_c10d._get_default_store()
-    for key in (process._REPORTED, process._HEARD) if rank == 0 else ():
-        store.delete_key(key)
-    dist.barrier()
-    return said.getvalue()
-
-
-@pytest.mark.parametrize("makers", [(0, 1, 2), (1,)])
-def test_a_usage_error_of_all_ranks_is_reported_by_rank_0_and_that_of_one_rank_by_itself(makers):
-    said = run_ranks(reported, 3, makers)
-    assert [bool(text) for text in said] == [rank == makers[0] for rank in range(3)], said
+def test_rank_0_reports_at_once_and_others_only_what_a_launcher_has_not_stopped(
+    monkeypatch, capsys, rank, local_rank, waits, everywhere, prints
+):
+    slept: list[float] = []
+    monkeypatch.setattr(process, "read_environment", lambda: (rank, 4, local_rank))
+    monkeypatch.setattr(process, "time", SimpleNamespace(sleep=slept.append))
+    assert process.report_mistake("program", ValueError("wrong"), everywhere=everywhere) == 2
+    assert (sum(slept), capsys.readouterr().err) == (waits, "program: error: wrong\n" * prints)
 
 
 def test_a_reader_that_is_gone_does_not_change_the_exit_code():

@@ -1,12 +1,8 @@
 """Parts of a run, as the flags name them."""
 
 import dataclasses
-import itertools
 import json
-import re
-import resource
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -14,8 +10,8 @@ from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import BatchPlan, TrainConfig, resolve
 from infcl.evaluate.load import load_tokenizer
 from infcl.models import load_model_config
-from infcl.parallel import init_parallel, process
-from infcl.train.build import Inputs, build_loader, build_tokenizer_and_model_config, join
+from infcl.parallel import init_parallel
+from infcl.train.build import Inputs, build_loader, build_tokenizer_and_model_config
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import write_shards
 from tests.lib.specs import spec_of
@@ -53,45 +49,6 @@ def test_ranks_that_find_other_data_are_reported(tmp_path):
     (tmp_path / "b" / "00001.tar").unlink()
     printed = run_ranks(_rejection, 2, braces)
     assert printed[0] == printed[1] and "rank 1 on " in printed[0] and "samples 2 there, 4 here" in printed[0]
-
-
-def _with_few_descriptors(rank, world_size, folder):
-    parallel = init_parallel("cpu")
-    config = TrainConfig(train_data=folder, workers=1)
-    tokenizer = SimpleNamespace(sha256="", context_length=8)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (48, before[1]))
-    try:
-        spec = spec_of(config, parallel, BatchPlan(2, 1, 1))
-        return rejected(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def _with_few_threads(rank, world_size):
-    started = itertools.count()
-
-    def start(thread):
-        if rank == 1 and next(started) >= 20:
-            raise RuntimeError("can't start new thread")
-        return whole(thread)
-
-    whole = process.threading.Thread.start
-    with mock.patch.object(process.threading.Thread, "start", start):
-        return rejected(join, TrainConfig(workers=2, device="cpu"))
-
-
-def test_a_limit_of_one_rank_ends_all_in_one_line(tmp_path):
-    """Otherwise the others would report that rank's end with tracebacks, or wait for it."""
-    printed = run_ranks(_with_few_descriptors, 2, write_shards(tmp_path, [2, 2]))
-    assert printed[0] == printed[1]
-    assert re.match(
-        r"rank 1 on .*: 1 workers x 4 micro-batches may need \d+ open files .*, the limit is 48", printed[0]
-    )
-    printed = run_ranks(_with_few_threads, 2)
-    assert printed[0] == printed[1]
-    assert re.match(r"rank 1 on .*: only \d+ more threads can be started, a rank may need 24: raise the", printed[0])
 
 
 def test_a_run_from_before_captions_were_repaired_keeps_its_ids(tokenizer_model, tmp_path):
