@@ -6,10 +6,8 @@ On the board, each worker records which part it reads and how much memory it use
 import atexit
 import os
 import re
-import resource
 import shutil
 import signal
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +21,6 @@ from infcl.config import counted
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFETCH = 4  # micro-batches that each worker reads ahead
-_SPARE_FILES, _FILES_OF_ITEM = 32, 3  # files besides the micro-batches; files per micro-batch, one per tensor
-_TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")  # Linux limits the path of a socket to 107
 
 # The log of a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
@@ -199,10 +195,10 @@ def make_dataloader(
         options: further options of torch's DataLoader.
 
     Raises:
-        ValueError: this machine lacks what the workers need, see `_check_resources`.
+        ValueError: this machine lacks what the workers need, see `_check_shared_memory`.
     """
     if num_workers:
-        _check_resources(num_workers, item_bytes)
+        _check_shared_memory(num_workers, item_bytes)
         options |= {
             "prefetch_factor": _PREFETCH,
             "timeout": timeout,
@@ -218,29 +214,12 @@ def make_dataloader(
     )
 
 
-def _check_resources(num_workers: int, item_bytes: int) -> None:
-    """Raise ValueError if shared memory, the path of TMPDIR or the limit of open files do not suffice.
-
-    A full shared memory would kill a worker with SIGBUS in the middle of a run. With a long TMPDIR, or too few open
-    files (each tensor in flight uses one), the rank would wait until its time-out.
-    """
-    folder = tempfile.gettempdir()
-    if (length := len(os.fsencode(folder))) > _TEMPORARY_BYTES:
-        raise ValueError(
-            f"the workers' sockets need a temporary folder whose path has at most {_TEMPORARY_BYTES} bytes; {folder} "
-            f"has {length}: set TMPDIR to a shorter one, or use --workers 0"
-        )
+def _check_shared_memory(num_workers: int, item_bytes: int) -> None:
+    """Raise ValueError if shared memory does not suffice: a worker would die of SIGBUS in the middle of a run."""
     needed, free = num_workers * _PREFETCH * item_bytes / 2**20, shutil.disk_usage(_SHARED_MEMORY).free / 2**20
     if needed > free:
         raise ValueError(
             f"{num_workers} workers x {_PREFETCH} micro-batches of {item_bytes / 2**20:,.3f} MiB need {needed:,.3f} "
             f"MiB of {_SHARED_MEMORY} per rank, {free:,.3f} MiB are free: use fewer --workers, a smaller "
             "--batch-size, or more shared memory (docker run --shm-size)"
-        )
-    files = len(os.listdir("/proc/self/fd")) + _SPARE_FILES + num_workers * (_PREFETCH + 1) * _FILES_OF_ITEM
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < files:
-        raise ValueError(
-            f"{num_workers} workers x {_PREFETCH} micro-batches may need {files} open files per rank, the limit is "
-            f"{limit}: raise it (ulimit -n), or use fewer --workers"
         )
