@@ -8,8 +8,7 @@ If SIGUSR1 arrives during the start, pretrain_clip.py records it. The run then t
 each start makes progress. SIGTERM ends a start at once, since its sender may not wait that long.
 
 A launcher that is killed does not stop its ranks, and the `deepspeed` command then reports success. So ranks ask the
-kernel for a SIGTERM when their launcher dies. A `deepspeed` command that is killed does not stop its launcher, so
-ranks on its node check after each step whether it still runs. Ranks on other nodes, behind pdsh or ssh, cannot.
+kernel for a SIGTERM when their launcher dies.
 """
 
 import ctypes
@@ -28,7 +27,7 @@ from infcl.checkpoint.run_folder import NotWritten
 from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import TrainConfig
 from infcl.parallel import Parallel, max_over
-from infcl.parallel.environment import deepspeed_launcher, deepspeed_runner, parent_of
+from infcl.parallel.environment import deepspeed_launcher
 from infcl.train.observers import Step
 
 MAX_FAILED_SAVES = 3  # in a row; one more ends the run
@@ -123,9 +122,6 @@ class StopSignals:
         self.noted: list[int] = [] if noted is None else noted
         self._taken_over = noted is not None
         self._interrupted_at = math.inf
-        self._launcher, self._runner = deepspeed_launcher(), deepspeed_runner()
-        if self._launcher and self._runner is None and lost_its_parent(self._launcher):  # during the start
-            self.noted.append(signal.SIGHUP)
 
     def __enter__(self) -> "StopSignals":
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup: the run must outlive its terminal
@@ -141,9 +137,7 @@ class StopSignals:
 
     @property
     def received(self) -> int:
-        """SIGINT if received, since launchers send SIGTERM after it; SIGHUP if the `deepspeed` command is gone."""
-        if not self.noted and self._runner and parent_of(self._launcher or 0) not in (None, self._runner):
-            self.noted.append(signal.SIGHUP)
+        """The last signal; SIGINT if it was received, since launchers send SIGTERM after it."""
         return signal.SIGINT if signal.SIGINT in self.noted else next(reversed(self.noted), 0)
 
     def act_on_late(self) -> None:
@@ -165,19 +159,11 @@ def end_with_launcher() -> None:
     """Have the kernel send SIGTERM when the deepspeed launcher that started this process dies (Linux).
 
     Raises:
-        KeyboardInterrupt: the `deepspeed` command that started the launcher is gone already.
+        KeyboardInterrupt: it has died already.
     """
-    if launcher := deepspeed_launcher():
+    launcher = os.getppid()
+    if launcher == deepspeed_launcher():
         set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if lost_its_parent(launcher):
+        if os.getppid() != launcher:
             raise KeyboardInterrupt
-
-
-def lost_its_parent(process: int) -> bool:
-    """Return whether a process of another session has adopted `process`, as happens when its parent exits."""
-    try:
-        parent, session = parent_of(process), os.getsid(process)
-        return bool(parent) and session not in (process, os.getsid(parent or 0))
-    except OSError:  # one of the processes exits during the check
-        return False

@@ -2,13 +2,10 @@
 
 import os
 import signal
-import subprocess
 
 import pytest
 
-from infcl.train import saves
-from infcl.train.saves import StopSignals, lost_its_parent
-from tests.lib.waiting import wait_until
+from infcl.train.saves import StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -75,26 +72,3 @@ def test_a_signal_after_the_last_check_has_its_usual_effect_after_the_loop():
         assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_deepspeed_command_that_ended_during_the_start_ends_the_run_after_its_first_step(monkeypatch):
-    """Ranks that look for it when training begins found none, and trained on."""
-    monkeypatch.setattr(saves, "deepspeed_launcher", lambda: 123)
-    monkeypatch.setattr(saves, "deepspeed_runner", lambda: None)
-    for is_lost in (False, True):
-        monkeypatch.setattr(saves, "lost_its_parent", lambda _, is_lost=is_lost: is_lost)
-        assert bool(StopSignals().received) == is_lost
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of parents in /proc")
-def test_a_process_whose_parent_was_interrupted_is_distinguished_from_one_that_has_its_parent():
-    """As `deepspeed` and its launcher: in a session of their own, the command the first."""
-    command = "sleep 60 & echo $!; wait"
-    with subprocess.Popen(["sh", "-c", command], start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
-        launcher = int(shell.stdout.readline())
-        try:
-            assert not lost_its_parent(launcher) and not lost_its_parent(shell.pid)
-            shell.kill(), shell.wait()
-            wait_until(lambda: lost_its_parent(launcher), 20, "it seems to have its parent")
-        finally:
-            os.kill(launcher, signal.SIGKILL)
