@@ -1,6 +1,5 @@
 """A host's memory and cores are what the process's control groups leave: of a made-up /proc and /sys/fs/cgroup."""
 
-import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from infcl.parallel.host_limits import available_host_bytes, core_quota, host_me
 from infcl.train.fit import memory_of_device
 
 MIB = 2**20
-UNLIMITED_V1 = "9223372036854771712"
 
 
 @pytest.fixture
@@ -31,18 +29,12 @@ def confine(host: Path, mounts: str, cgroup: str) -> None:
     (host / "proc" / "cgroup").write_text(f"{cgroup}\n")
 
 
-def group(kind: str, folder: Path, limit: str, used: int, inactive: int = 0, active: int = 0) -> None:
+def group(folder: Path, limit: str, used: int, inactive: int = 0, active: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = "memory.max memory.current" if kind == "cgroup2" else "memory.limit_in_bytes memory.usage_in_bytes"
-    for name, value in zip(names.split(), (limit, used)):
+    for name, value in (("memory.max", limit), ("memory.current", used)):
         (folder / name).write_text(f"{value}\n")
-    # version 1 first has the figures of the group without those inside it
-    own, total = ("", "") if kind == "cgroup2" else ("inactive_file 0\nactive_file 0\n", "total_")
-    stat = f"anon {used}\nfile 1\n{own}{total}inactive_file {inactive}\n{total}active_file {active}\n"
+    stat = f"anon {used}\nfile 1\ninactive_file {inactive}\nactive_file {active}\n"
     (folder / "memory.stat").write_text(stat)
-
-
-group_v1, group_v2 = functools.partial(group, "cgroup"), functools.partial(group, "cgroup2")
 
 
 def without_limit() -> bool:
@@ -55,16 +47,15 @@ def test_without_a_limit_all_memory_is_the_process_s(host):
     (host / "proc" / "mountinfo").unlink()
     assert without_limit()
     confine(host, f"30 22 0:2 / {host}/cg rw - cgroup2 cgroup2 rw", "0::/user.slice")
-    group_v2(host / "cg" / "user.slice", "max", 5 * MIB)  # the root has no files of its own
+    group(host / "cg" / "user.slice", "max", 5 * MIB)  # the root has no files of its own
     assert without_limit()
     confine(host, f"30 22 0:2 / {host}/v1 rw - cgroup cgroup rw,memory", "4:memory:/")
-    group_v1(host / "v1", UNLIMITED_V1, 5 * MIB)
     assert without_limit()
 
 
 def test_a_container_s_own_root_and_page_cache_that_is_given_back(host):
     confine(host, f"30 22 0:2 / {host}/cg ro,nosuid - cgroup2 cgroup rw", "0::/")
-    group_v2(host / "cg", str(16 * MIB), 15 * MIB, inactive=4 * MIB, active=8 * MIB)
+    group(host / "cg", str(16 * MIB), 15 * MIB, inactive=4 * MIB, active=8 * MIB)
     assert host_memory_bytes() == 16 * MIB and available_host_bytes() == 13 * MIB
     parallel = SimpleNamespace(device=torch.device("cpu"), ranks_per_node=2, world_size=4)
     assert memory_of_device(parallel) == 8 * MIB
@@ -83,36 +74,16 @@ def test_of_nested_groups_the_tightest_counts(host, limits, total, free):
     )
     folders = host / "cg" / "slurm", host / "cg" / "slurm" / "job_1", host / "cg" / "slurm" / "job_1" / "step_0"
     for folder, limit, used in zip(folders, limits, (20, 10, 5)):
-        group_v2(folder, limit if limit == "max" else str(int(limit) * MIB), used * MIB)
-    group_v2(host / "cg" / "slurm" / "job_2", str(MIB), MIB)  # another's
+        group(folder, limit if limit == "max" else str(int(limit) * MIB), used * MIB)
+    group(host / "cg" / "slurm" / "job_2", str(MIB), MIB)  # another's
     assert host_memory_bytes() == total * MIB and available_host_bytes() == free * MIB
 
 
-def test_version_1_counts_what_groups_inside_hold(host):
-    mounts = (
-        f"33 31 0:29 / {host}/cpu rw - cgroup cgroup rw,cpu\n35 31 0:32 / {host}/memory rw - cgroup cgroup rw,memory"
-    )
-    mounts += f"\n36 31 0:33 / {host}/unified rw - cgroup2 cgroup2 rw"  # without the controller, as in systemd's hybrid
-    confine(host, mounts, "8:cpu,cpuacct:/elsewhere\n4:memory:/slurm/job_1\n0::/slurm/job_1")
-    group_v1(host / "memory", UNLIMITED_V1, 100 * MIB)
-    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, 19 * MIB, MIB)
-    group_v1(host / "memory" / "slurm" / "job_1", str(24 * MIB), 8 * MIB, MIB, MIB)
-    (host / "unified" / "slurm" / "job_1").mkdir(parents=True)
-    assert host_memory_bytes() == 24 * MIB and available_host_bytes() == 18 * MIB
-    group_v1(host / "memory" / "slurm", str(32 * MIB), 30 * MIB, 2 * MIB, MIB)
-    assert available_host_bytes() == 5 * MIB
-
-
 @pytest.mark.parametrize(("root", "own"), [("/docker/abc", "/docker/abc"), ("/", "/docker/abc"), ("/..", "/../def")])
-@pytest.mark.parametrize("kind", ["cgroup", "cgroup2"])
-def test_a_container_that_sees_its_group_as_the_mount_s_root_under_another_name(host, kind, root, own):
+def test_a_container_that_sees_its_group_as_the_mount_s_root_under_another_name(host, root, own):
     """Docker without a namespace of its own for groups; a mount that was made in another one."""
-    confine(
-        host,
-        f"30 22 0:2 {root} {host}/cg rw - {kind} {kind} rw,memory",
-        f"{'4:memory' if kind == 'cgroup' else '0:'}:{own}",
-    )
-    group(kind, host / "cg", str(16 * MIB), 5 * MIB)
+    confine(host, f"30 22 0:2 {root} {host}/cg rw - cgroup2 cgroup2 rw", f"0::{own}")
+    group(host / "cg", str(16 * MIB), 5 * MIB)
     assert host_memory_bytes() == 16 * MIB and available_host_bytes() == 11 * MIB
 
 
@@ -128,17 +99,6 @@ def test_cores_are_those_of_the_tightest_quota(host):
     (host / "cg" / "pod" / "container" / "cpu.max").unlink()
     (host / "cg" / "pod" / "container" / "cpu.max").mkdir()  # cannot be read
     assert core_quota() == 16
-
-
-def test_of_cores_version_1_has_files_of_its_own(host):
-    confine(
-        host, f"33 31 0:1 / {host}/cpu rw - cgroup cgroup rw,cpu,cpuacct", "8:cpu,cpuacct:/job\n4:memory:/elsewhere"
-    )
-    for folder, quota in (("cpu", -1), ("cpu/job", 250000)):
-        (host / folder).mkdir(parents=True)
-        (host / folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-        (host / folder / "cpu.cfs_period_us").write_text("100000\n")
-    assert core_quota() == 2.5
 
 
 def test_this_process_s_own_groups_raise_nothing():
