@@ -1,11 +1,11 @@
 """Observers of steps: one interface, called in a fixed order by the trainer's loop.
 
-Stragglers and the profiler (here) add values and lines, metrics.py writes them, finite.py and saves.py may end the run.
+Stragglers and the profiler (here) add values, metrics.py writes them, finite.py and saves.py may end the run.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import Protocol
 
 import torch
@@ -13,14 +13,9 @@ import torch
 from infcl.checkpoint.run_folder import why_not_written
 from infcl.loss.ring import all_gather
 from infcl.parallel import Parallel
-from infcl.parallel.rendezvous import Node
 from infcl.step.grad_cache import StepOutput
 from infcl.step.offload import PixelCache
 
-SLOW = 0.8  # share of the usual rate
-NOTICEABLE = 0.05  # share of a step; shorter waits are not reported
-IN_A_ROW = 3  # logged steps; a single slow one may be due to compilation, a save or an evaluation
-AGAIN = 100  # logged steps between two reports of a node that stays slow
 WARM_UP_STEPS = 5  # before a profile
 
 
@@ -65,12 +60,12 @@ class Observer(Protocol):
 
 
 class Stragglers:
-    """An observer that reports the slowest rank by name, since all other ranks wait for it in every step.
+    """An observer that adds the slowest rank and its seconds to logged steps, since all other ranks wait for it.
 
     Step times are equal on all ranks, since the first message of a step waits for the slowest rank. Only the time
     before that message differs, in which a rank reads and encodes its samples. Each rank sums up that time, and logged
-    steps gather two floats per rank. Under ZeRO-3 and tensor parallelism encoding itself waits for other ranks, so the
-    ranks compare only the wait for data. launch/check.sh finds slow GPUs and slow links there before a run.
+    steps gather one float per rank. Under ZeRO-3 and tensor parallelism encoding itself waits for other ranks, so the
+    ranks compare only the wait for data.
 
     Args:
         parallel: the ranks.
@@ -80,62 +75,24 @@ class Stragglers:
 
     def __init__(self, parallel: Parallel, *, every: int, encoding_waits: bool = False):
         self.parallel, self.every, self.encoding_waits = parallel, every, encoding_waits
-        self._seconds: list[tuple[float, float, float]] = []  # own, of which waiting for data, the step
-        self._slow_node, self._in_a_row = "", 0
+        self._seconds: list[float] = []
 
     def after_step(self, step: Step) -> None:
-        """Add the ranks' seconds and a line about a slow one to a logged step. Collective at logged steps."""
+        """Add the ranks' usual and largest seconds to a logged step. Collective at logged steps."""
         if self.parallel.world_size == 1:
             return
-        waited = step.pixels.waited_for_data
         until_encoded = step.phases.get("data", 0.0) + step.phases.get("encode", 0.0) + step.pixels.waited_again
-        self._seconds.append((waited if self.encoding_waits else until_encoded, waited, step.seconds))
+        self._seconds.append(step.pixels.waited_for_data if self.encoding_waits else until_encoded)
         if step.number % self.every:
             return
-        own, wait, seconds = (sum(column) / len(self._seconds) for column in zip(*self._seconds))
+        own = torch.tensor(fmean(self._seconds), dtype=torch.float64, device=self.parallel.device).view(1)
         self._seconds = []
-        owns, waits = self._gather([own, wait])
+        everyone = own.new_empty(self.parallel.world_size)
+        all_gather(everyone, own)
+        owns = everyone.tolist()
+        # the low median: of two ranks the faster one is usual
         step.values |= {"seconds_own_usual": median_low(owns), "seconds_own_slowest": max(owns)}
         step.values["slowest_rank"] = owns.index(max(owns))
-        node, line = slowest(owns, None if self.encoding_waits else waits, seconds, self.parallel.nodes)
-        self._in_a_row = self._in_a_row + 1 if node == self._slow_node else 1
-        self._slow_node = node
-        if line and self._in_a_row % AGAIN == IN_A_ROW:
-            step.news.append(line)
-
-    def _gather(self, own: list[float]) -> list[list[float]]:
-        mine = torch.tensor(own, dtype=torch.float64, device=self.parallel.device)
-        everyone = mine.new_empty(2 * self.parallel.world_size)
-        all_gather(everyone, mine)
-        return everyone.view(-1, 2).T.tolist()
-
-
-def slowest(owns: list[float], waits: list[float] | None, step: float, nodes: tuple[Node, ...]) -> tuple[str, str]:
-    """Return the node of the slowest rank and a line about that rank; two empty strings if no rank is slow.
-
-    The low median of the ranks is the usual time, so of two ranks the faster one is usual.
-
-    Args:
-        owns: own seconds per step of each rank.
-        waits: of which waiting for data; None if `owns` is only that.
-        step: seconds of a step.
-        nodes: nodes of the run; without any, the rank itself counts as its node.
-    """
-    usual, own = median_low(owns), max(owns)
-    late, rank = own - usual, owns.index(max(owns))
-    if usual >= SLOW * own or late <= NOTICEABLE * step:
-        return "", ""
-    what, of_data = "waiting for its data", True
-    if waits is not None:
-        of_data = waits[rank] - median_low(waits) > late / 2
-        what = f"until its samples are encoded ({waits[rank]:.3g} s of them waiting for data)"
-    node = next((n for n in nodes if n.first_rank <= rank < n.first_rank + n.num_ranks), None)
-    return (
-        str(node or f"rank {rank}"),
-        f"{f'{node.host} (rank {rank})' if node else f'rank {rank}'} is slower than the others: {own:.3g} s of a step "
-        f"{what}, {usual:.3g} s is usual. All wait for it, {late / step:.0%} of a step; look at "
-        + ("its storage, cores and --workers" if of_data else "other programs there, clocks and heat of its GPUs"),
-    )
 
 
 class StepProfiler:
