@@ -6,8 +6,8 @@
     python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 [--global-batch-size N]
                                                                         print with how many nodes a run can continue
 
-`alive` drops the hosts that ssh does not reach. With a global batch size, it then keeps the hosts with the most ranks
-that divide it, so that the run can continue with the same global batch.
+`alive` drops the hosts that ssh does not reach. With a global batch size, it then keeps as many of the first ones as
+divide it, so that the run can continue with the same global batch.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,7 +89,7 @@ def answers(host: str) -> bool:
 
 
 def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, global_batch_size: int | None) -> dict:
-    """Choose the nodes to continue with: the reachable ones with the most ranks that divide the global batch.
+    """Choose the nodes to continue with: as many of the first reachable ones as divide the global batch.
 
     Args:
         hosts: {host: slots}.
@@ -97,16 +98,15 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
         global_batch_size: None accepts any number of ranks.
 
     Returns:
-        {host: slots} in the file's order. Hosts earlier in the file are preferred.
+        {host: slots} in the file's order.
 
     Raises:
         ValueError: fewer than `min_hosts` can be used.
     """
     chosen = [host for host in hosts if host in alive]
     if global_batch_size:
-        dividing = _dividing_sets({host: hosts[host] for host in chosen}, global_batch_size)
-        enough = {ranks: those for ranks, those in dividing.items() if len(those) >= min_hosts}
-        chosen = list(max((enough or dividing).items(), default=(0, ()))[1])
+        counts = dividing_counts({host: hosts[host] for host in chosen}, global_batch_size)
+        chosen = chosen[: max(counts, default=0)]
     if len(chosen) < min_hosts:
         silent = ", ".join(host for host in hosts if host not in alive) or "none"
         batch = f"; the ranks have to divide a batch of {global_batch_size}" if global_batch_size else ""
@@ -117,19 +117,9 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
     return {host: hosts[host] for host in chosen}
 
 
-def _dividing_sets(hosts: dict[str, int], global_batch_size: int) -> dict[int, tuple[str, ...]]:
-    """Return {ranks: the largest set of hosts with that many ranks in total} for totals that divide the batch."""
-    sets: dict[int, tuple[str, ...]] = {0: ()}
-    for host, slots in hosts.items():
-        for ranks, those in list(sets.items()):
-            if len(those) + 1 > len(sets.get(ranks + slots, ())):
-                sets[ranks + slots] = (*those, host)
-    return {ranks: those for ranks, those in sets.items() if ranks and global_batch_size % ranks == 0}
-
-
 def dividing_counts(hosts: dict[str, int], global_batch_size: int) -> list[int]:
-    """Return the numbers of hosts whose ranks divide the global batch, of the largest sets for each number of ranks."""
-    return sorted({len(those) for those in _dividing_sets(hosts, global_batch_size).values()})
+    """Return each number of hosts, taken from the first one on, whose ranks divide the global batch."""
+    return [n for n, ranks in enumerate(accumulate(hosts.values()), start=1) if global_batch_size % ranks == 0]
 
 
 def check_counts(hosts: dict[str, int], *, min_hosts: int, global_batch_size: int | None) -> str:
