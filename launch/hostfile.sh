@@ -5,7 +5,7 @@
 #   hardware  any number of hosts with GPUs; on the launching host pdsh, or mpirun
 #   time      as long as the training; the first step comes about a minute after the start
 # HOSTS may be relative to where this is started; a relative path in the flags is one of the repository, on each host.
-# First check: launch/check.sh HOSTS. INTERFACE=eth0 keeps every connection on that network interface. Flags may hold
+# First check: launch/check.sh HOSTS. INTERFACE=eth0 is the network interface of NCCL, gloo and the rendezvous. Flags may hold
 # spaces and shell characters (the login shell of the hosts has to be bash). A host that stops answering is given up after
 # half a minute, and the run with it. Of the environment only PYTHON*, NCCL* and what .deepspeed_env lists (KEY=VALUE lines, no
 # blank or comment line) reaches the other hosts, in a command line that every user there can read: no keys in it.
@@ -29,6 +29,7 @@ done
 first=$(awk '{sub(/[#\r].*/, "")} NF {print $1; exit}' "$HOSTS")
 on_first() { ssh -oBatchMode=yes -oConnectTimeout=20 "$first" "$@"; }
 if [ -n "${INTERFACE:-}" ]; then
+  export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME=$INTERFACE  # pdsh takes gloo's from .deepspeed_env only
   address=$(on_first ip -o addr show dev "$INTERFACE" scope global \
     | awk '$3 ~ /^inet6?$/ {print $3, $4}' | sort | awk '{print $2; exit}') || true  # IPv4 where it has both
 else  # below whatever a login prints
@@ -47,7 +48,7 @@ with_pdsh() {
 }
 
 with_openmpi() {
-  local mca=(${INTERFACE:+--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE"})
+  local mca=(${INTERFACE:+--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE" -x NCCL_SOCKET_IFNAME -x GLOO_SOCKET_IFNAME})
   [ "$(id -u)" -ne 0 ] || mca+=(--allow-run-as-root)
   mca+=(-x PATH -x "MASTER_ADDR=${address%/*}" -x "MASTER_PORT=$PORT")
   exec deepspeed "${options[@]}" --launcher openmpi --launcher_args "${mca[*]}" "${script[@]}" "${flags[@]}"
@@ -55,6 +56,6 @@ with_openmpi() {
 
 case $LAUNCHER in pdsh | openmpi) ;; *) fail "LAUNCHER=$LAUNCHER: pdsh or openmpi" ;; esac
 script=(${SCRIPT:-pretrain_clip.py})
-flags=(${INTERFACE:+--interface "$INTERFACE"} "$@")
+flags=("$@")
 [ -n "${SCRIPT:-}" ] || flags=(--deepspeed_config "${PRESET:-ds_configs/zero1.json}" "${flags[@]}")
 "with_$LAUNCHER"

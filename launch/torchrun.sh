@@ -6,7 +6,7 @@
 #   time      as long as the training; starts some seconds faster than the deepspeed command
 # It ends with the code of the rank that failed first, as launch/supervise.sh needs it; torchrun alone ends with 1. SIGTERM,
 # SIGINT, SIGHUP and SIGUSR1 are passed to the ranks, which have five minutes to save and end.
-# torchrun's own store listens on all interfaces; launch/hostfile.sh with INTERFACE=... does not.
+# INTERFACE=ib0 is the network interface of NCCL and gloo; MASTER_ADDR has to be an address of it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NODES=${NODES:-1}
@@ -19,6 +19,7 @@ else
   }
   where=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
+[ -z "${INTERFACE:-}" ] || export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME=$INTERFACE
 # without "--", torchrun takes --logs for an abbreviation of its own flags
 exec python -m infcl.cluster.torchrun "${where[@]}" ${RANKS:+--nproc-per-node "$RANKS"} -- pretrain_clip.py \
-  --deepspeed_config "${PRESET:-ds_configs/zero1.json}" ${INTERFACE:+--interface "$INTERFACE"} "$@"
+  --deepspeed_config "${PRESET:-ds_configs/zero1.json}" "$@"

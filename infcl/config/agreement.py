@@ -15,7 +15,6 @@ from infcl.config.settings import TrainConfig, option_of
 OWN_PATHS = (
     "train_data", "val_data", "zeroshot_data", "zeroshot_classnames", "zeroshot_templates",
     "pretrained", "pretrained_image", "pretrained_text", "index_cache", "logs", "resume",
-    "interface",  # not a path, but nodes may name it differently too
 )  # fmt: skip
 # May differ: they depend on a node's cores, memory and disk, or only affect its logging.
 OWN_VALUES = ("workers", "pixel_cache_gb", "device", "debug")

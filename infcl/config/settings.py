@@ -248,11 +248,9 @@ class TrainConfig:
         "--batch-size 256",
     )
     device: str = _system("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
-    interface: str | None = _system(None, "network interface for all connections")
-    host_timeout: float = _system(
-        40.0, "seconds without a heartbeat after which a node counts as lost and the run stops", "> 0"
+    dist_timeout: float = _system(
+        30.0, "minutes until a hung collective stops the run (no batch: a third; a node without heartbeat: 1/45)", "> 0"
     )
-    dist_timeout: float = _system(30.0, "minutes until a hung collective stops the run (no batch: a third)", "> 0")
     skip_memory_check: bool = _system(False, "start although the memory estimate exceeds the available memory")
     deterministic: bool = _system(False, "bitwise repeatable kernels (slower)")
     seed: int = _system(0, "seed of initialisation, data order, augmentation and dropout")

@@ -8,6 +8,7 @@ starts a heartbeat.
 
 import datetime
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,8 +25,7 @@ from infcl.parallel.environment import (
 )
 from infcl.parallel.heartbeat import Heartbeat
 from infcl.parallel.host_limits import core_quota
-from infcl.parallel.network import use_interface
-from infcl.parallel.rendezvous import Node, join_all, open_store
+from infcl.parallel.rendezvous import LOOPBACK, Node, join_all, open_store
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,6 @@ def init_parallel(
     device: str = "auto",
     *,
     timeout_minutes: float = 30.0,
-    host_timeout: float = 40.0,
-    interface: str | None = None,
     run: str = "",
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Parallel:
@@ -88,9 +86,8 @@ def init_parallel(
 
     Args:
         device: auto, cuda or cpu. auto selects cuda if a GPU is visible, unless DS_ACCELERATOR=cpu.
-        timeout_minutes: limit of the rendezvous and of each collective.
-        host_timeout: seconds without a heartbeat after which a node counts as lost.
-        interface: network interface for all connections.
+        timeout_minutes: limit of the rendezvous and of each collective. A node without a heartbeat for 1/45 of it (40 s
+            of 30 minutes), or for 10 s if that is more, counts as lost.
         run: identifier that all ranks of this run have in common and other runs rarely have.
         settings: {name: value} that must be equal on all nodes.
 
@@ -99,7 +96,7 @@ def init_parallel(
 
     Raises:
         ValueError: there is no GPU for this rank; ranks belong to another run; nodes differ in software, settings or
-            devices; the hostfile or the interface does not exist.
+            devices; the hostfile does not exist.
         RuntimeError: ranks did not join in time.
     """
     rank, world_size, local_rank = read_environment()
@@ -109,9 +106,10 @@ def init_parallel(
         bound = binds_ranks()
         export_rank(rank, world_size, local_rank)
         require_hostfile()
-        use_interface(interface)
+        if os.environ.get("MASTER_ADDR", LOOPBACK[0]) in LOOPBACK and "lo" in dict(socket.if_nameindex()).values():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else that of the hostname, which may have no address
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        store = open_store(rank, world_size, interface=interface, timeout=timeout, run=run)
+        store = open_store(rank, world_size, timeout=timeout, run=run)
         own = {**settings, "device": target.type}
         uuid = str(torch.cuda.get_device_properties(target).uuid) if target.type == "cuda" else None
         nodes = join_all(store, rank, local_rank, world_size, timeout=timeout, settings=own, gpu=uuid)
@@ -120,7 +118,7 @@ def init_parallel(
             sizes = {node.num_ranks for node in nodes}
             ranks_per_node = sizes.pop() if len(sizes) == 1 else None
             if local_rank == 0:
-                heartbeat = Heartbeat(store, nodes, rank, timeout=host_timeout)
+                heartbeat = Heartbeat(store, nodes, rank, timeout=max(10.0, timeout.total_seconds() / 45))
         dist.init_process_group(
             "nccl" if target.type == "cuda" else "gloo",
             store=store,

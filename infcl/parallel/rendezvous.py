@@ -1,7 +1,7 @@
 """Rendezvous: before the process group starts, all ranks exchange their host, software and settings through a store.
 
-`open_store` listens on a single address if it can. `join_all` waits for all ranks and reports missing ones. It rejects
-nodes that differ in software or settings, and ranks that share a GPU. The nodes may have different versions of torch.
+`join_all` waits for all ranks and reports missing ones. It rejects nodes that differ in software or settings, and ranks
+that share a GPU. The nodes may have different versions of torch.
 """
 
 import errno
@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from infcl.parallel.environment import deepspeed_launcher
 from infcl.parallel.host_info import differences, software
-from infcl.parallel.network import LOOPBACK, listen_address
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _RUN = "infcl run"  # key in the store: the run and its number of ranks
 PATIENCE = 30.0  # seconds between two messages about ranks that have not joined
 
@@ -41,21 +41,18 @@ class Node:
         return f"{self.host} (rank{'' if self.num_ranks == 1 else 's'} {_ranges(self.ranks)})"
 
 
-def open_store(rank: int, world_size: int, *, interface: str | None, timeout: timedelta, run: str = "") -> dist.Store:
+def open_store(rank: int, world_size: int, *, timeout: timedelta, run: str = "") -> dist.Store:
     """Return the store at MASTER_ADDR:MASTER_PORT. Rank 0 serves it unless torchrun serves it already.
-
-    Rank 0 listens on the loopback if MASTER_ADDR is the loopback, else on `interface` if given, else on all addresses.
 
     Args:
         rank: rank of this process.
         world_size: number of ranks.
-        interface: network interface on which rank 0 listens.
         timeout: limit of waits in the store.
         run: identifier that all ranks of this run have in common and other runs rarely have.
 
     Raises:
-        ValueError: the launcher did not set the address or port; the port is used by another run on this node (rank 0),
-            or by a run that differs in `run` or in size (other ranks).
+        ValueError: the launcher did not set the address or port, or the address has a name that does not exist; the
+            port is used by another run on this node (rank 0), or by one that differs in `run` or in size (other ranks).
     """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size == 1 and not by_launcher:
@@ -63,17 +60,15 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(f"{' and '.join(missing)} not set: the launcher has to say where rank 0 listens")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listening = None
     try:
-        if rank == 0 and not by_launcher and (address := listen_address(host, interface)):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = socket.create_server((address, port), family=family, backlog=4096)
-            port = listening.getsockname()[1]
-            os.environ["MASTER_PORT"] = str(port)
-        store = dist.TCPStore(
-            host, port, is_master=rank == 0 and not by_launcher, timeout=timeout, wait_for_workers=False,
-            master_listen_fd=None if listening is None else listening.detach(),
-        )  # fmt: skip
+        socket.getaddrinfo(host, port)  # torch would try again until the timeout
+        is_master = rank == 0 and not by_launcher
+        store = dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
+    except socket.gaierror as error:
+        raise ValueError(
+            f"MASTER_ADDR={host} has no address on {socket.gethostname()} ({error.strerror}): give the address of rank "
+            "0's node, deepspeed --master_addr ADDRESS or torchrun --master-addr ADDRESS"
+        ) from error
     except (OSError, dist.DistNetworkError) as error:
         if os.strerror(errno.EADDRINUSE).lower() not in str(error).lower():
             raise
@@ -81,6 +76,8 @@ def open_store(rank: int, world_size: int, *, interface: str | None, timeout: ti
             f"port {port} of {host} is in use, probably by another run: give this one its own, "
             "deepspeed --master_port N or torchrun --master-port N"
         ) from error
+    port = store.port
+    os.environ["MASTER_PORT"] = str(port)
     _require_own(store, f"{run} of {world_size} ranks".strip(), rank, f"port {port} of {host}", timeout)
     launcher = deepspeed_launcher() if host in LOOPBACK else None  # each of several nodes has its own
     return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {launcher}", store)

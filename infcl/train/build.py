@@ -57,8 +57,6 @@ def join(config: TrainConfig) -> Parallel:
     parallel = init_parallel(
         config.device,
         timeout_minutes=config.dist_timeout,
-        host_timeout=config.host_timeout,
-        interface=config.interface,
         run=config.name or config.model,
         settings=settings_of(config),
     )

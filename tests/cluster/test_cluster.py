@@ -58,7 +58,7 @@ def test_the_pods_of_the_kubernetes_jobset_train(demo_folder, tmp_path, two_host
 
 def test_two_hosts_without_ipv4_train(demo_folder, tmp_path):
     """By the plain deepspeed command, and by torchrun on an interface."""
-    more = ("--batch-size", "8", "--host-timeout", "120")
+    more = ("--batch-size", "8", "--dist-timeout", "90")
     with Hosts(2, ipv6=True, folder=tmp_path / "hosts") as hosts:
         by_torchrun = ["bash", "launch/torchrun.sh", *flags(demo_folder, tmp_path / "torchrun", *more)[1:]]
         settings = {"NODES": "2", "RANKS": "1", "INTERFACE": "eth0", "MASTER_ADDR": hosts[0].address}
@@ -93,18 +93,15 @@ def test_check_finds_equal_hosts_right_and_names_a_dead_one_and_an_unshared_fold
 
 
 def test_four_hosts_of_which_one_has_a_slow_link_resume_evaluate_and_export(demo_folder, tmp_path):
-    """Interrupted by a signal to the rank of the slow host; with --interface nothing listens elsewhere."""
-    more = ("--steps", "9", "--accum-freq", "1", "--interface", "eth0", "--val-data", f"{demo_folder}/val")
-    more += ("--zeroshot-data", f"{demo_folder}/zeroshot", "--host-timeout", "120")
+    """Interrupted by a signal to the rank of the slow host; the losses are those of one rank."""
+    more = ("--steps", "9", "--accum-freq", "1", "--val-data", f"{demo_folder}/val")
+    more += ("--zeroshot-data", f"{demo_folder}/zeroshot", "--dist-timeout", "90")
     arguments = flags(demo_folder, tmp_path, *more, "--batch-size", "8")
     metrics = tmp_path / "run" / "metrics.jsonl"
     with Hosts(4, folder=tmp_path / "hosts") as hosts:
         hosts[2].shape("tbf rate 20mbit burst 32kb latency 400ms")
         process = start(hosts, [*DEEPSPEED, hosts.hostfile, *arguments])
         wait_until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text(), 400, "no fifth step", process)
-        for host in hosts.all:
-            addresses = {line.split()[3].rsplit(":", 1)[0] for line in host.run(["ss", "-Hltn"]).stdout.splitlines()}
-            assert addresses == {host.address}
         ranks_on(hosts[2])[0].send_signal(signal.SIGUSR1)
         code, output = finish(process)
         assert code == 138 and "SIGUSR1 received at step" in output, output
@@ -128,7 +125,7 @@ def test_32_ranks_on_four_hosts_train_as_one_rank_does(demo_folder, tmp_path):
     if (free := psutil.virtual_memory().available / 1e9) < 13:
         pytest.skip(f"32 ranks take 11 GB of memory, 2 GB stay for the rest: 13 GB are needed, {free:.1f} are free")
     more, one = ("--steps", "2", "--accum-freq", "1"), tmp_path / "one"
-    many = (*more, "--global-batch-size", "64", "--batch-size", "2", "--host-timeout", "600")
+    many = (*more, "--global-batch-size", "64", "--batch-size", "2", "--dist-timeout", "450")
     with Hosts(4, slots=8, folder=tmp_path / "hosts") as hosts:
         code, output = train(hosts, flags(demo_folder, tmp_path, *many))
     assert code == 0 and "32 x cpu" in output, output

@@ -28,13 +28,13 @@ from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
 
 pytestmark = MARKS
 STEPS, BATCH = 30, 32
-HOST_TIMEOUT = 10
+HOST_TIMEOUT = 10  # seconds: 1/45 of --dist-timeout
 
 
 def fault_flags(demo_folder, logs, *more: str) -> list[str]:
     return flags(
         demo_folder, logs, "--steps", str(STEPS), "--global-batch-size", str(BATCH), "--accum-freq", "1",
-        "--batch-size", "8", "--save-every-n-steps", "2", "--host-timeout", str(HOST_TIMEOUT), "--dist-timeout", "5",
+        "--batch-size", "8", "--save-every-n-steps", "2", "--dist-timeout", str(45 * HOST_TIMEOUT / 60),
         "--resume", "latest", *more,
     )  # fmt: skip
 

@@ -27,9 +27,10 @@ def slurm(daemons):
     daemons.cancel_all()
 
 
-def submit(slurm, demo_folder, logs, *more: str) -> str:
+def submit(slurm, demo_folder, logs, *more: str, interface: str = "") -> str:
     """The number of a job of four tasks, which trains 80 steps of 16 samples."""
-    options = "--nodes 2 --ntasks-per-node 2 --gpus-per-node 0 --cpus-per-task 1 --export ALL,OMP_NUM_THREADS=1".split()
+    options = "--nodes 2 --ntasks-per-node 2 --gpus-per-node 0 --cpus-per-task 1".split()
+    options += ["--export", f"ALL,OMP_NUM_THREADS=1,INTERFACE={interface}"]
     words = flags(demo_folder, logs, "--batch-size", "4", "--accum-freq", "1", "--steps", "80", *more)
     return slurm.submit([*options, "--output", logs / "job.log", "launch/slurm.sbatch", *words[1:]], cwd=ROOT)
 
@@ -51,7 +52,7 @@ def test_each_task_may_use_all_cores_of_cpus_per_task(tmp_path, slurm):
 
 def test_a_saved_job_and_one_that_lost_a_task_are_queued_again_until_the_run_is_finished(demo_folder, tmp_path, slurm):
     """Over a network that is not the one of the nodes' names."""
-    job = submit(slurm, demo_folder, tmp_path, "--save-frequency", "0", "--interface", "eth1")
+    job = submit(slurm, demo_folder, tmp_path, "--save-frequency", "0", interface="eth1")
     wait_for_losses(slurm, tmp_path, 3)
     slurm.run("scancel", "--signal=USR1", job)  # as --signal=USR1@300 does before the time limit
     slurm.wait_until(lambda: slurm.state(job).get("Restarts") == "1", 120)
@@ -84,7 +85,7 @@ def test_a_usage_error_ends_the_job_and_a_cancelled_one_stays_so(demo_folder, tm
 
 
 def test_a_job_that_lost_a_node_waits_for_it_and_continues(demo_folder, tmp_path, slurm):
-    job = submit(slurm, demo_folder, tmp_path, "--host-timeout", "10")
+    job = submit(slurm, demo_folder, tmp_path, "--dist-timeout", "7.5")
     wait_for_losses(slurm, tmp_path, 3)
     slurm.hosts[1].crash()
     slurm.wait_until(lambda: "DOWN" in slurm.state(job).get("Reason", ""), 120)

@@ -108,7 +108,7 @@ def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch, bound):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**dict(zip(names, (3, 5, 1))), "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, str(value))
-    for name in ("require_hostfile", "open_store", "use_interface", "Heartbeat"):
+    for name in ("require_hostfile", "open_store", "Heartbeat"):
         monkeypatch.setattr(groups, name, mock.Mock())
     monkeypatch.setattr(groups, "join_all", lambda *_, **__: nodes)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

@@ -1,6 +1,5 @@
 """Rendezvous: ranks that do not join are reported, different software, settings and shared GPUs are rejected."""
 
-import os
 import socket
 import threading
 from datetime import timedelta
@@ -8,9 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from infcl.parallel import host_info, network, rendezvous
+from infcl.parallel import host_info, rendezvous
 from infcl.parallel.host_info import differences, software
-from infcl.parallel.network import interface_addresses, listen_address, use_interface
 from infcl.parallel.rendezvous import Node, join_all, open_store
 from tests.lib.ranks import free_port
 
@@ -116,33 +114,17 @@ def test_equal_software_has_no_differences_and_every_kind_is_looked_at():
         assert len(differences({"a": here, "b": here | {name: "other"}})) == 1
 
 
-def listening_on(port: int) -> set[str]:
-    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
-    return {local.split(":")[0] for _, local, _, state, *_ in rows if state == "0A" and local.endswith(f":{port:04X}")}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_store_of_one_host_listens_on_the_loopback_alone(address, world_size):
-    address("localhost")
-    store = open_store(0, world_size, interface=None, timeout=LONG)
-    assert listening_on(int(os.environ["MASTER_PORT"])) == {"0100007F"}
-    del store
-
-
-@pytest.mark.parametrize("listens", ["on the loopback", "everywhere"])
-def test_the_second_of_two_runs_on_one_port_is_rejected(address, monkeypatch, listens):
+def test_the_second_of_two_runs_on_one_port_is_rejected(address, monkeypatch):
     address("localhost", port := free_port())
-    if listens == "everywhere":
-        monkeypatch.setattr(rendezvous, "listen_address", lambda host, interface: None)
     launchers = {}
     for launcher in (1, 2):
         monkeypatch.setattr(rendezvous, "deepspeed_launcher", lambda launcher=launcher: launcher)
         if launcher == 1:
-            launchers[launcher, 0] = open_store(0, 2, interface=None, timeout=LONG)
+            launchers[launcher, 0] = open_store(0, 2, timeout=LONG)
         else:
             with pytest.raises(ValueError, match=f"port {port} of localhost is in use, .* deepspeed --master_port"):
-                open_store(0, 2, interface=None, timeout=LONG)
-        launchers[launcher, 1] = open_store(1, 2, interface=None, timeout=LONG)
+                open_store(0, 2, timeout=LONG)
+        launchers[launcher, 1] = open_store(1, 2, timeout=LONG)
         launchers[launcher, 1].set("rank 1", str(launcher))
     assert launchers[1, 0].get("rank 1") == b"1"
 
@@ -150,49 +132,29 @@ def test_the_second_of_two_runs_on_one_port_is_rejected(address, monkeypatch, li
 @pytest.mark.parametrize("second", [("b", 2), ("a", 3)])
 def test_a_rank_that_joins_another_run_reports_which(address, second):
     address("localhost")
-    first = open_store(0, 2, interface=None, timeout=LONG, run="a")
-    assert open_store(1, 2, interface=None, timeout=LONG, run="a").add("met", 1) == first.add("met", 0) == 1
+    first = open_store(0, 2, timeout=LONG, run="a")
+    assert open_store(1, 2, timeout=LONG, run="a").add("met", 1) == first.add("met", 0) == 1
     name, size = second
     with pytest.raises(
         ValueError, match=f"rendezvous of another run \\(a of 2 ranks, this one is {name} of {size} ranks\\)"
     ):
-        open_store(1, size, interface=None, timeout=LONG, run=name)
+        open_store(1, size, timeout=LONG, run=name)
 
 
-def test_a_name_without_an_address_is_a_usage_error():
+def test_a_name_without_an_address_is_a_usage_error(address):
     """The resolver's own exception says neither the name nor what to do."""
+    address("nowhere.invalid")
     with pytest.raises(
         ValueError, match="MASTER_ADDR=nowhere.invalid has no address on .*: give the address of rank 0"
     ):
-        listen_address("nowhere.invalid", None)
+        open_store(1, 2, timeout=LONG)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_the_store_listens_on_an_ipv6_address(address):
+def test_ranks_join_over_ipv6(address):
     address("::1")
-    first = open_store(0, 2, interface=None, timeout=LONG)
-    assert open_store(1, 2, interface=None, timeout=LONG).add("met", 1) == first.add("met", 0) == 1
-    assert listening_on(int(os.environ["MASTER_PORT"])) == {"00000000000000000000000001000000"}
-
-
-def test_the_address_has_to_be_one_of_the_interface(monkeypatch):
-    """IPv6 addresses count, of every one that the interface has; a name with both kinds is taken by its IPv4 one."""
-    there = {"ib0": ["10.1.0.1", "10.1.0.2", "fd00::1"]}
-    monkeypatch.setattr(network, "interface_addresses", there.__getitem__)
-    assert [listen_address(name, "ib0") for name in ("10.1.0.2", "fd00::1")] == ["10.1.0.2", "fd00::1"]
-    assert listen_address("10.9.0.1", None) is None and listen_address("localhost", "ib0") == "127.0.0.1"
-    with pytest.raises(
-        ValueError, match="--interface ib0 has the address 10.1.0.1 .* start it with --master_addr 10.1"
-    ):
-        listen_address("10.9.0.1", "ib0")
-
-
-def test_an_unknown_interface_is_rejected_with_the_available_ones():
-    assert interface_addresses("lo")[0] == "127.0.0.1"
-    with pytest.raises(ValueError, match="--interface eth9: no such interface .*available: .*lo"):
-        interface_addresses("eth9")
-    with pytest.raises(ValueError, match="--interface eth9: no such interface"):
-        use_interface("eth9")
+    first = open_store(0, 2, timeout=LONG)
+    assert open_store(1, 2, timeout=LONG).add("met", 1) == first.add("met", 0) == 1
 
 
 @pytest.mark.parametrize("name", ["pretrain_clip.py", "megatron_patches/x.py", "infcl/models/configs/x.json"])
