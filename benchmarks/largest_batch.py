@@ -37,9 +37,9 @@ from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
 from infcl.models.packing import num_texts
 from infcl.parallel import destroy_parallel, init_parallel
+from infcl.plan.fit import largest_batch
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import USABLE, load_gpu
-from infcl.plan.search import largest_batch
 from infcl.plan.setting import Setting
 from infcl.report import read_metrics
 from infcl.train.trainer import Trainer

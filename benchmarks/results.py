@@ -475,20 +475,6 @@ def _range(own: list[dict]) -> str:
     return f"{min(errors):+.1%} to {max(errors):+.1%}"
 
 
-def thousands() -> list[dict]:
-    """Return planned steps of up to 4,096 GPUs at a fixed batch per GPU.
-
-    "share" is the rate per GPU relative to that of eight GPUs.
-    """
-    rate, found = "samples_per_second_per_gpu", []
-    for name, network in (("scaling_nic400.csv", "400 Gbit/s per GPU"), ("scaling_eth100.csv", "100 Gbit/s per GPU")):
-        for own in grouped(rows(name), "ring").values():
-            first = where(own, gpus=8)[0][rate]
-            found += [row | {"network": network, "share": row[rate] / first}
-                      for row in where(own, gpus=(8, 64, 512, 4096))]  # fmt: skip
-    return found
-
-
 # ---- charts ----
 
 
@@ -694,13 +680,6 @@ TABLES: dict[str, Callable[[], str]] = {
         ablation, {"4 GPUs, batch 65,536, width 768": "{words}",
                    "ms": "{median_ms:ms}", "memory": "{extra_mib:size}", "paper's memory, width 512": "{paper}"},
         by=("words",), foot="",
-    ),
-    "thousands": Table(
-        thousands,
-        {"network": "{network}", "GPUs": "{gpus:,}", "global batch": "{global_batch:,}"}
-        | across("{seconds:.2f} s, {share:.0%}", {
-            f"{ring}: step, rate per GPU": {"ring": ring} for ring in ("flat", "two-level")}),
-        by=("network", "gpus"), foot="",
     ),
     "word-order": Table(
         word_order,

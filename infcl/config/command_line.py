@@ -32,11 +32,12 @@ REMOVED = {
 }
 
 
-def parse_args(argv: list[str] | None = None) -> TrainConfig:
+def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
     """Parse and validate the command line.
 
     Args:
         argv: the flags; None: those of sys.argv.
+        fixed: fields that have these values, whatever the command line says.
 
     Raises:
         ValueError: for a wrong flag or value, with argparse's or `validate`'s message.
@@ -55,7 +56,7 @@ def parse_args(argv: list[str] | None = None) -> TrainConfig:
         arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
     if arguments["dataset_type"] == "auto":
         arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"
-    config = TrainConfig(**arguments)
+    config = TrainConfig(**arguments | fixed)
     validate(config)
     return config
 

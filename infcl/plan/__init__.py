@@ -2,7 +2,7 @@
 
     profile.py  rates of GPUs and links (profiles/*.json)      setting.py  model, batch, ZeRO stage and machine
     memory.py   bytes per GPU and host, part by part           timing.py   seconds of a step, phase by phase
-    search.py   largest batch, fastest settings, curves        measure.py  the profile of this machine's GPU
+    fit.py      what fits, the largest batch                   measure.py  the profile of this machine's GPU
 
 `python -m infcl.plan --help` lists the options; docs/benchmarks/planner.md compares estimates with measurements.
 """

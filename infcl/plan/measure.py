@@ -3,7 +3,7 @@
 Measured: an 8192^3 BF16 matmul; transformer blocks of ViT-L-14's width, eager and compiled, forward and backward; the
 tiled loss; copies on the device and from pinned host memory; a Python loop; a copy between two GPUs of this node
 (NVLink or PCIe). Estimated: the share of memory for tensors, the effect of the loop's time on a step and, with a single
-GPU, the link. Links to other nodes have their own profiles (--link); launch/check.sh measures them.
+GPU, the link. Links to other nodes have their own profiles (--link); nccl-tests measures them.
 """
 
 import statistics

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from infcl.config import RunSpec, TrainConfig
-from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, check_stage, is_bf16_optimizer
+from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, is_bf16_optimizer
 from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
 from infcl.models import CLIP
 from infcl.models.clip import frozen_blocks
-from infcl.models.config import CLIPConfig, check_divides
+from infcl.models.config import CLIPConfig
 from infcl.models.packing import packs, row_length
 from infcl.plan.profile import Gpu, Link, load_gpu, load_link
 
@@ -52,7 +52,6 @@ class Setting:
     gpu: Gpu = dataclasses.field(default_factory=lambda: load_gpu("h200"))
     gpus_per_node: int = 8
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between nodes
-    host_memory_gib: float | None = None  # per node; None: unknown, so everything fits
     # a run
     zero_options: dict | None = None  # zero_optimization of its preset; None: as in ds_configs
     counts: tuple[int, int] | None = None  # (parameters, trainable parameters) of all T ranks; None: all are trained
@@ -173,41 +172,6 @@ class Setting:
 
     def with_(self, **changes) -> "Setting":
         return dataclasses.replace(self, **changes)
-
-    def check(self) -> None:
-        """Check the setting.
-
-        Raises:
-            ValueError: the setting is impossible, or the trainer would reject it.
-        """
-        for name in ("gpus", "gpus_per_node", "tensor_parallel", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', '-')} {getattr(self, name)} must be greater than 0")
-        if self.host_memory_gib is not None and not 0 < self.host_memory_gib < float("inf"):
-            raise ValueError(f"--host-memory-gib {self.host_memory_gib} must be a number above 0")
-        if not self.gpu.bf16 and self.precision in ("amp_bf16", "bf16"):
-            raise ValueError(f"{self.gpu.name} does not compute bf16: use --precision fp16 or fp32")
-        if self.gpus % self.tensor_parallel:
-            raise ValueError(f"{self.gpus} GPUs are no multiple of tensor-parallel {self.tensor_parallel}")
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError("--sequence-parallel shares rows over tensor-parallel ranks: --tensor-parallel-size is 1")
-        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}: set --gpus-per-node")
-        if self.nodes > 1 and self.gpus_per_node % self.tensor_parallel:
-            raise ValueError(
-                f"tensor-parallel {self.tensor_parallel} spans nodes of {self.gpus_per_node} GPUs, which is not "
-                "planned: use a divisor of them or ZeRO-3"
-            )
-        check_divides(self.model, self.tensor_parallel)
-        check_stage(self.zero, self.precision, offloads=self.offload, source="the plan")
-        if self.micro_batch % self.tensor_parallel:
-            raise ValueError(f"tensor-parallel {self.tensor_parallel} does not divide micro-batch {self.micro_batch}")
-        unit = self.dp_size * self.micro_batch
-        if self.global_batch % unit:
-            raise ValueError(
-                f"a global batch of {self.global_batch} is no multiple of {self.dp_size} data-parallel ranks x "
-                f"micro-batch {self.micro_batch}; the next multiple is {-(-self.global_batch // unit) * unit}"
-            )
 
 
 @lru_cache

@@ -4,7 +4,7 @@ import dataclasses
 
 from infcl.config import parse_args, resolve
 from infcl.models import load_model_config
-from infcl.train.fit import Fit
+from infcl.plan.fit import Fit
 from tests.lib.specs import counts_of
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "1000000", "--model", "ViT-L-14"]

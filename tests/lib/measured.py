@@ -13,12 +13,12 @@ from benchmarks.step import setting_of
 from infcl.config import resolve
 from infcl.config.preset import BUCKET
 from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, load_model_config
+from infcl.plan.fit import Fit
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import Gpu, load_gpu
 from infcl.plan.setting import Setting, captions_of, parameter_counts
 from infcl.plan.timing import loss_seconds, samples_per_second, step_seconds
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
-from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
 
 RESULTS = ROOT / "docs" / "results"

@@ -1,19 +1,15 @@
-"""The planner's own consistency: memory, times, the settings that it advises, sweeps."""
+"""The planner's own consistency: memory and times."""
 
 import pytest
 
 from infcl.models import load_model_config
 from infcl.plan import timing
-from infcl.plan.__main__ import main, parser, read_batch, setting_of
+from infcl.plan.fit import fits_gpu, largest_batch, with_cached_activations
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import load_gpu, load_link
-from infcl.plan.search import candidates, fastest, fits, largest_batch, resolved
 from infcl.plan.setting import Setting, captions_of
 from infcl.plan.timing import loss_phases, phases_of, step_seconds
-from tests.lib.checkout import ROOT
 from tests.lib.measured import compare, stored
-
-RESULTS = ROOT / "docs" / "results"
 
 
 def planned(**changes) -> Setting:
@@ -71,33 +67,9 @@ def test_a_step_takes_as_long_as_the_host_at_least_and_sequence_parallelism_pays
 def test_the_largest_batch_fits_and_one_micro_batch_more_does_not():
     setting = planned(gpu=load_gpu("a800-80g"), zero=3)
     largest = largest_batch(setting)
-    assert fits(setting.with_(global_batch=largest))
-    assert not fits(setting.with_(global_batch=largest + setting.dp_size * setting.micro_batch))
+    assert fits_gpu(setting.with_(global_batch=largest))
+    assert not fits_gpu(setting.with_(global_batch=largest + setting.dp_size * setting.micro_batch))
     assert largest_batch(planned(gpu=load_gpu("h100"), micro_batch=2**14, checkpointing=False)) == 0
-
-
-def test_of_equally_fast_settings_the_one_with_fewer_moving_parts_comes_first(monkeypatch):
-    """Checkpointing, offload and T had come first where they spare memory that nobody asked for."""
-    from infcl.plan import search
-
-    setting = planned(gpus=8, global_batch=8 * 64)
-    monkeypatch.setattr(search, "step_seconds", lambda other: 1.0 + 1e-4 * other.zero)  # no more than an estimate knows
-    best = fastest(setting, count=10_000)
-    first = best[0][1]
-    assert (first.tensor_parallel, first.offload, first.checkpointing, first.zero) == (1, False, False, 0)
-    assert [other for _, other in best[:4]] == sorted((other for _, other in best[:4]), key=lambda o: o.zero)
-    monkeypatch.setattr(search, "step_seconds", lambda other: 1.0 - 0.1 * other.offload)
-    assert fastest(setting)[0][1].offload, "what is faster stays first"
-
-
-def test_offload_is_considered_in_each_stage_that_has_it_and_advised_where_nothing_else_fits():
-    setting = planned(model=load_model_config("ViT-bigG-14"), gpus=1, global_batch=64, precision="bf16", micro_batch=8)
-    assert {(other.zero, other.offload) for other in candidates(setting)} == {(z, o) for z in (1, 2, 3) for o in (0, 1)}
-    for other in candidates(setting):
-        other.check()
-    small = setting.with_(gpu=load_gpu("a100-80g"), model=load_model_config("ViT-bigG-14"))
-    within = [other for other in candidates(small) if fits(other)]
-    assert {other.zero for other in within if other.offload} >= {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -112,18 +84,6 @@ def test_gradients_go_to_an_offloaded_optimizer_as_often_as_deepspeed_sends_them
     assert seconds == pytest.approx(times * once)
 
 
-def test_only_settings_that_the_trainer_takes_are_advised():
-    """12 heads do not divide by 8; 300 pairs a rank are a micro-batch, as --batch-size auto finds."""
-    setting = planned(model=load_model_config("ViT-B-32"), global_batch=8 * 300, micro_batch=300)
-    found = list(candidates(setting))
-    for other in found:
-        other.check()
-    assert {other.tensor_parallel for other in found} == {1, 2, 4}
-    assert max(other.micro_batch for other in found if other.tensor_parallel == 1) == 300
-    flags = ["--model", "ViT-B-32", "--global-batch", "2400"]
-    assert setting_of(parser().parse_args(flags)).micro_batch == 300
-
-
 def test_a_two_level_ring_is_never_slower_and_wins_where_the_network_is_slow():
     for link, gain in (("nic-800", 1.0), ("eth-100", 1.5)):
         setting = planned(gpus=64, global_batch=64 * 1024, link=load_link(link))
@@ -132,30 +92,6 @@ def test_a_two_level_ring_is_never_slower_and_wins_where_the_network_is_slow():
             for ring in ("flat", "two-level")
         )
         assert flat >= gain * two_level
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (
-            "scaling_nic400.csv",
-            "ViT-L-14 --global-batch 32768 --micro-batch-size 256 --link nic-400 "
-            "--grad-checkpointing --resident-micro-batches 1",
-        ),
-        (
-            "scaling_eth100.csv",
-            "ViT-B-32 --global-batch 65536 --micro-batch-size 1024 --link eth-100 "
-            "--grad-checkpointing --resident-micro-batches 1",
-        ),
-    ],
-)
-def test_the_sweeps_of_the_documents_are_what_the_planner_says_now(name, words, capsys):
-    assert main(f"--gpu h200 --gpus 8 --sweep gpus=8:4096 --model {words}".split()) == 0
-    assert capsys.readouterr().out == (RESULTS / name).read_text()
-
-
-def test_batches_are_read_with_their_suffix():
-    assert [read_batch(text) for text in ("32768", "32k", "4m", "12288k")] == [32768, 32768, 2**22, 12582912]
 
 
 # ---- cached activations, attention ----
@@ -170,10 +106,10 @@ def test_auto_is_planned_to_keep_the_graphs_that_it_kept(one):
     row = one["row"]
     given = captions_of(load_model_config(row["model"]), 20)
     sizes = {"global_batch": int(row["global_batch"]), "micro_batch": int(row["micro_batch"])}
-    setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, resident=0, **sizes)
-    assert resolved(setting).resident == int(row["resident"])
+    setting = Setting(**given, gpu=load_gpu("h200"), gpus=1, zero=0, **sizes)
+    assert with_cached_activations(setting).resident == int(row["resident"])
     if sizes == {"global_batch": 1024, "micro_batch": 128}:
-        assert resolved(setting.with_(compiled=False)).resident == 3  # as peers_train's: dev/log/2026-11.md
+        assert with_cached_activations(setting.with_(compiled=False)).resident == 3  # as peers_train's
 
 
 def test_attention_is_counted_in_whole_tiles():

@@ -61,7 +61,7 @@ def programs_of(line: str) -> list[tuple[str, list[str]]]:
 
 def options_of(program: str) -> set[str]:
     parsers = [make_parser() if program == "pretrain_clip.py" else parser_of(program)]
-    if program in ("benchmarks.step", "benchmarks.largest_batch"):
+    if program in ("benchmarks.step", "benchmarks.largest_batch", "infcl.plan"):
         parsers.append(make_parser())
     options = set()
     for parser in parsers:

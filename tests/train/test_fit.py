@@ -9,8 +9,8 @@ import torch
 
 from infcl.config import parse_args, resolve
 from infcl.models import CLIP, load_model_config
+from infcl.plan.fit import Fit
 from infcl.plan.setting import parameter_counts
-from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
 from tests.lib.entry import command, forked
 from tests.lib.fitting import GIB, SYNTHETIC, fit, under
