@@ -9,12 +9,16 @@ rejected.
 import codecs
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
 
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import MAX_CAPTION_BYTES, BadSample, Record
+
+_BLANK = r"[\s!-/:-@\[-`{-~\u00a1\u00ab\u00b7\u00bb\u00bf\u2000-\u206f\u3000-\u303f]"  # white space, punctuation
+_BLANKS = re.compile(rf"(?<!\d){_BLANK}|{_BLANK}(?!\d)")  # not between digits: 1.5 is not 15
 
 
 def decode_captions(
@@ -72,6 +76,11 @@ def decode_text(raw: bytes, max_bytes: int, notes: list[str]) -> str:
 def is_caption(text: str) -> bool:
     """Return whether a text has a letter or digit."""
     return any(character.isalnum() for character in text)
+
+
+def folded(text: str) -> str:
+    """Return a text without case, punctuation and white space: equal for captions that say the same."""
+    return _BLANKS.sub("", text.casefold())
 
 
 def texts_in(value: Any) -> list[str]:

@@ -7,7 +7,7 @@
         ...
 
 A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, in pinned memory if there
-is a GPU. t is the number of texts per image (1 by default, samples.SampleTexts). "same_ids" int64 [m] is added if
+is a GPU. t is the number of texts per image (1 by default, samples.SampleTexts). "same_ids" int64 [m, 1] is added if
 duplicate samples are looked for. `ids` are global sample numbers. An epoch has num_samples // global_batch_size steps.
 The remainder, less than one global batch, is not read in that epoch; it is a different one in every epoch.
 

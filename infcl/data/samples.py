@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from infcl.data.captions import decode_captions, decode_text, is_caption, parse_json, texts_in
+from infcl.data.captions import decode_captions, decode_text, folded, is_caption, parse_json, texts_in
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits, decode_image
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import draw, uniforms
@@ -60,8 +60,8 @@ class SampleTexts:
     Args:
         captions: K, the number of captions drawn per image; captions repeat if a sample has fewer.
         negatives: key of the json member with a hard negative (a text, or a list of which one is drawn), or None.
-        same: samples are duplicates if these are equal: "image" (bytes), "caption" (text, except for white space) or
-            "key:NAME" (value in the json member). None: samples are not compared.
+        same: samples are duplicates if these are equal: "image" (bytes), "caption" (`folded` text) or "key:NAME" (value
+            in the json member). None: samples are not compared.
     """
 
     captions: int = 1
@@ -83,7 +83,7 @@ class DecodedSample(NamedTuple):
 
     image: torch.Tensor  # uint8 [3, S, S]
     texts: list[str]  # the captions, then the hard negative
-    same: int  # equal for duplicates (SampleTexts.same), at least 0
+    same: list[int]  # equal for duplicates (SampleTexts.same), at least 0; then the id of a hard negative, by caption
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,8 @@ class SampleDecoder:
     """Decoder of records to samples, and of samples to a micro-batch.
 
     A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, with "same_ids": int64
-    [m] if `SampleTexts.same` is set. t is SampleTexts.count; the texts of an image are adjacent.
+    [m, 1] if `SampleTexts.same` is set, or [m, 2] with the ids of hard negatives if captions are compared. t is
+    SampleTexts.count; the texts of an image are adjacent.
     """
 
     tokenizer: AnyTokenizer
@@ -126,9 +127,11 @@ class SampleDecoder:
         )
         texts = some(captions, self.texts.captions, _CHOICE_STREAM)
         values = _json_of(record) if self.texts.needs_json else {}
-        same = _same_id(self.texts.same, record.image or b"", texts[0], values)
+        same = [_same_id(self.texts.same, record.image or b"", texts[0], values)]
         if self.texts.negatives is not None:
-            texts += some(_negatives(values, self.texts.negatives), 1, _NEGATIVE_STREAM)
+            own = [*captions, *(text for key in self.keys.json_keys for text in texts_in(values.get(key)))]
+            texts += some(_negatives(values, self.texts.negatives, own, notes), 1, _NEGATIVE_STREAM)
+            same += [_same_id("caption", b"", texts[-1], values)] if self.texts.same == "caption" else []
         log["noted"].extend(notes)
         return DecodedSample(self.transform(image, random), texts, same)
 
@@ -147,10 +150,15 @@ def _json_of(record: Record) -> dict[str, Any]:
     return parse_json(record.json)
 
 
-def _negatives(values: dict[str, Any], key: str) -> list[str]:
+def _negatives(values: dict[str, Any], key: str, own: list[str], notes: list[str]) -> list[str]:
+    """Return the texts under `key` that differ from the image's own captions, of which each line counts too."""
     texts = [decode_text(text.encode("utf-8", "replace"), MAX_CAPTION_BYTES, []) for text in texts_in(values.get(key))]
-    if not (usable := [text for text in texts if is_caption(text)]):
+    if not (texts := [text for text in texts if is_caption(text)]):
         raise BadSample("no_negative", f"json has no text under {key!r} (--negatives-key)")
+    captions = {folded(part) for text in own for part in (text, *text.split("\n"))}
+    if not (usable := [text for text in texts if folded(text) not in captions]):
+        raise BadSample("negative_is_caption", f"all texts under {key!r} (--negatives-key) are captions of the image")
+    notes.extend(["negative_is_caption"] * (len(texts) - len(usable)))
     return usable
 
 
@@ -163,5 +171,5 @@ def _same_id(same: str | None, image: bytes, caption: str, values: dict[str, Any
             raise BadSample("no_key", f"json has nothing under {same[4:]!r} (--duplicates-by)")
         data = json.dumps(value, sort_keys=True).encode()
     else:
-        data = image if same == "image" else " ".join(caption.split()).encode("utf-8", "replace")
+        data = image if same == "image" else folded(caption).encode("utf-8", "replace")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1

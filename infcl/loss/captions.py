@@ -9,7 +9,8 @@ then t - K hard negatives. Out: the loss; backward gives the gradients. With g =
     loss = (images + texts) / 2
 
 Hard negatives enter only the images' softmax. With K = 1 and no hard negatives the loss equals `inf_cl_loss`. Images
-with equal ids are masked, or are additional positives in both directions (loss/duplicates).
+with equal ids are masked, or are additional positives in both directions (loss/duplicates). So is a hard negative with
+the id of an image, for this image.
 Cost: two passes of `info_nce_loss`: matmuls of b x t b and K b x b, and one pass around the ring for each.
 Source: SupCon, arXiv 2004.11362, Eq. 2 (several positives); NegCLIP, arXiv 2210.01936 (hard-negative captions).
 """
@@ -39,7 +40,8 @@ def captions_loss(
         logit_scale: as in `info_nce_loss`.
         captions: K, at most t.
         group: as in `info_nce_loss`.
-        image_ids: int64 [b], at least 0; equal for equal images.
+        image_ids: int64 [b], at least 0, equal for equal images; or [b, 1 + t - K] with the ids of the hard negatives.
+            Without these a hard negative has an id of its own.
         duplicates: role of captions and images of other samples with an equal id; "mask" needs K = 1.
         **options: as in `info_nce_loss`.
 
@@ -55,13 +57,16 @@ def captions_loss(
         raise ValueError(f"{len(text_features)} texts are not {captions} or more of each of {images} images")
     if captions > 1 and duplicates == "mask":
         raise ValueError(f"duplicates='mask' leaves out all but one of the {captions} captions of an image")
-    if duplicates != "negative" and (image_ids is None or image_ids.shape != (images,)):
+    shapes = (images,), (images, 1 + each - captions)
+    if duplicates != "negative" and (image_ids is None or image_ids.shape not in shapes):
         raise ValueError(f"duplicates={duplicates!r} needs image_ids [{images}]")
     texts = text_features.unflatten(0, (images, each))
     own, negatives = texts[:, :captions].flatten(0, 1), texts[:, captions:].flatten(0, 1)
     number = torch.arange(images, device=device) + images * (0 if group is None else dist.get_rank(group))
-    ids = number if image_ids is None or duplicates == "negative" else image_ids.to(device)
-    of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]  # unique ids
+    given = number if image_ids is None or duplicates == "negative" else image_ids.to(device)
+    ids, of_negatives = given.view(images, -1)[:, 0], given.view(images, -1)[:, 1:].flatten()
+    if not len(of_negatives):  # unique ids
+        of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]
     of_texts = torch.cat([ids.repeat_interleave(captions), of_negatives])
     first = torch.arange(images, device=device)
     options["group"] = group

@@ -42,7 +42,8 @@ def info_nce_loss(
             All other documents, of this rank and of the others, are negatives.
         logit_scale: as in `inf_cl_loss`.
         group: as in `inf_cl_loss`.
-        document_ids: int64 [d], equal for documents that answer the same queries.
+        document_ids: int64 [d], equal for documents that answer the same queries. Hard negatives need ids of
+            their own: one with the id of its query's positive is no negative.
         duplicates: role of other documents with the id of a query's positive: "negative" (ids are not used), "mask"
             (excluded) or "positive"; defined in infcl/loss/duplicates.py.
         **options: as in `inf_cl_loss`. The host waits for the GPU even with compare_ranks=False, to check the

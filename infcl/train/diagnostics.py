@@ -113,12 +113,19 @@ def micro_batch_metrics(
     return torch.stack([F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels), accuracy])
 
 
-def share_of_duplicates(ids: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Return the share of samples in the global batch whose id another sample has too. ids: int64 [b]. Collective."""
+def duplicate_shares(ids: torch.Tensor, group: dist.ProcessGroup) -> dict[str, float]:
+    """Return the share of samples in the global batch whose id another sample has too. Collective.
+
+    With ids of hard negatives, int64 [b, 1 + n], also return the share of them that have the id of a sample.
+    """
     everyone = [torch.empty_like(ids) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, ids, group=group)
-    counts = torch.cat(everyone).unique(return_counts=True)[1]
-    return 1 - int((counts == 1).sum()) / int(counts.sum())
+    samples, negatives = torch.cat(everyone).split((1, ids.shape[1] - 1), 1)
+    known, counts = samples.unique(return_counts=True)
+    shares = {"duplicate_share": 1 - int((counts == 1).sum()) / int(counts.sum())}
+    if negatives.numel():
+        shares["duplicate_negatives"] = float(torch.isin(negatives, known).double().mean())
+    return shares
 
 
 def trained_shares(model: Any) -> dict[str, float]:

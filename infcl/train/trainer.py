@@ -43,7 +43,7 @@ from infcl.train.diagnostics import (
     PhaseTimer,
     SampledLoss,
     peak_memory_mb,
-    share_of_duplicates,
+    duplicate_shares,
     trained_shares,
     utilisation,
 )
@@ -285,7 +285,7 @@ class Trainer:
         values |= dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
         values |= {f"seconds_{name}": value for name, value in phases.items()}
         if (same := self._same_ids()) is not None:
-            values["duplicate_share"] = share_of_duplicates(same, self.parallel.dp_group)
+            values |= duplicate_shares(same, self.parallel.dp_group)
         return Step(
             number=self.step,
             samples_seen=self.samples_seen,
@@ -309,10 +309,10 @@ class Trainer:
 
     def _loss(self, *features: torch.Tensor) -> torch.Tensor:
         ids = self._same_ids()
-        return self.sampled_loss(*features, **({} if ids is None else {"image_ids": ids}))
+        return self.sampled_loss(*features, **({} if ids is None else {"image_ids": ids.squeeze(1)}))
 
     def _same_ids(self) -> torch.Tensor | None:
-        """Return int64 [b], equal for duplicate samples; None if duplicates are not compared."""
+        """Return int64 [b, 1 (+ 1 hard negative)], equal for duplicates; None if they are not compared."""
         own = [join_parts(self.parallel, ids.to(self.parallel.device)) for ids in self.pixels.same_ids]
         return torch.cat(own) if own else None
 

@@ -21,12 +21,15 @@ def members(i: int, captions: list[str], **values) -> list[tuple[str, bytes]]:
     return [(f"{i:04d}.png", encode(picture(i))), (f"{i:04d}.json", json.dumps(data).encode())]
 
 
+def renamed(i: int, sample: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    return [(f"{i:02d}{name[4:]}", data) for name, data in sample]
+
+
 @pytest.fixture
 def shards(tmp_path):
     """Twelve images of three different pictures, with 1, 3 or 5 captions in json."""
     samples = [members(i % 3, CAPTIONS[: 1 + 2 * (i % 3)], hard=["number", "json"], group=i // 4) for i in range(12)]
-    renamed = [(f"{i:02d}{name[4:]}", data) for i, sample in enumerate(samples) for name, data in sample]
-    write_tar(tmp_path / "0.tar", renamed)
+    write_tar(tmp_path / "0.tar", [member for i, sample in enumerate(samples) for member in renamed(i, sample)])
     return str(tmp_path)
 
 
@@ -73,6 +76,42 @@ def test_a_hard_negative_follows_the_captions_of_its_image(shards, tokenizer):
     loader = small_loader(shards, tokenizer, texts=SampleTexts(negatives="gone"), max_bad_fraction=1.0)
     with pytest.raises(RuntimeError, match="no_negative: .*json has no text under 'gone'"):
         epoch(loader)
+
+
+@pytest.mark.parametrize(
+    ("captions", "hard", "noted"),
+    [
+        (["a", "b"], ["a", "c"], 24),  # one of its captions, drawn or not
+        (["a", "b"], ["b", "c"], 24),
+        (["picture number"], ["Picture,  NUMBER!", "c"], 24),  # differs only in case, punctuation and white space
+        (["a\nb"], ["b", "c"], 24),  # a line of it
+        (["a 1.5"], ["c 15"], 0),
+        (["a"], ["A!", "a"], None),
+    ],
+)
+def test_a_hard_negative_is_never_a_caption_of_its_image(tmp_path, tokenizer, captions, hard, noted):
+    write_tar(tmp_path / "0.tar", [m for i in range(24) for m in renamed(i, members(0, captions, hard=hard))])
+    loader = small_loader(str(tmp_path), tokenizer, texts=SampleTexts(negatives="hard"), micro_batch_size=4)
+    if noted is None:
+        with pytest.raises(RuntimeError, match="negative_is_caption: .*all texts under 'hard'"):
+            epoch(loader)
+        return
+    rows = [row for batch in epoch(loader) for row in batch["texts"].view(4, 2, -1)[:, 1].tolist()]
+    assert rows == tokenizer([hard[-1]]).tolist() * 24
+    assert loader.report().get("noted/negative_is_caption", 0) == noted
+
+
+def test_by_caption_a_hard_negative_has_the_id_of_the_images_it_describes(tmp_path, tokenizer):
+    samples = [members(i, [f"picture number {i}"], hard=f"Picture, number {(i + 1) % 4}") for i in range(3)]
+    write_tar(tmp_path / "0.tar", [m for i, sample in enumerate(samples) for m in renamed(i, sample)])
+    for same, width in (("caption", 2), ("image", 1)):
+        texts = SampleTexts(negatives="hard", same=same)
+        (batch,) = epoch(small_loader(str(tmp_path), tokenizer, texts=texts, micro_batch_size=3))
+        ids = dict(zip(batch["ids"].tolist(), batch["same_ids"].tolist()))
+        assert batch["same_ids"].shape == (3, width) and len({row[0] for row in ids.values()}) == 3
+        if same == "caption":
+            assert (ids[0][1], ids[1][1]) == (ids[1][0], ids[2][0])
+            assert ids[2][1] not in {row[0] for row in ids.values()}
 
 
 @pytest.mark.parametrize("same, classes", [("image", 3), ("key:group", 3), ("caption", 1)])

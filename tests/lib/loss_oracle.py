@@ -51,7 +51,7 @@ class Case(NamedTuple):
     captions: int | None = None  # per image; further texts of an image are hard negatives
     duplicates: str = "negative"
     ids: str = "none"  # how ids are drawn
-    kinds: str = "image"  # of ids: "image", "text" or "both"
+    kinds: str = "image"  # of ids: "image", "text", "both", or "negatives": of images and their hard negatives
 
     def on(self, world_size: int) -> "Case":
         """Return the case with as many rows and columns on every rank as this one has."""
@@ -118,7 +118,11 @@ def global_batch(case: Case, world_size: int = 1) -> Batch:
     else:
         positives = [torch.randint(0, documents, (queries,), generator=generator) for _ in range(world_size)]
     count = len(texts) if case.name == "info_nce" else case.rows
+    if case.kinds == "negatives":
+        count *= 1 + len(texts) // case.rows - (case.captions or 1)
     ids = [draw_ids(case.ids, count, generator) for _ in range(2)]
+    if case.kinds == "negatives":
+        ids[0] = ids[0].view(case.rows, -1)
     return Batch(images, texts, *ids, torch.stack(positives))
 
 
@@ -151,6 +155,9 @@ def _dense(case: Case, batch: Batch, images: Tensor, texts: Tensor, scale: Tenso
         image_of, is_caption = torch.arange(len(texts)) // each, torch.arange(len(texts)) % each < (case.captions or 1)
         own = (torch.arange(len(images))[:, None] == image_of) & is_caption
         same = sum((ids[:, None] == ids[image_of]) & is_caption for ids in kinds) > 0
+        if case.kinds == "negatives":
+            column = (torch.arange(len(texts)) % each - (case.captions or 1) + 1).clamp(min=0)
+            same = batch.image_ids[:, :1] == batch.image_ids[image_of, column]
     excluded, positive = same & ~own & (case.duplicates == "mask"), own | same & (case.duplicates == "positive")
     if case.name == "siglip":
         losses = -F.logsigmoid(torch.where(positive, 1.0, -1.0) * (logits + bias))
@@ -181,6 +188,7 @@ def evaluate(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
     else:
         names = zip(ids, ("image", "text"))
         given = {f"{kind}_ids": one for one, kind in names if case.kinds in (kind, "both")}
+        given |= {"image_ids": ids[0]} if case.kinds == "negatives" else {}
         loss = ContrastiveLoss(case.name, duplicates=case.duplicates, captions=case.captions, **options)
         value = loss(images, texts, scale, bias, **given if case.duplicates != "negative" else {})
     value.backward()

@@ -39,6 +39,8 @@ CASES += [  # several captions of an image, and hard negatives
     Case("inf_cl", 6, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few"),
     Case("inf_cl", 3, 24, 10.0, columns=6, captions=1),
     Case("inf_cl", 1, 24, 5.0, columns=3, captions=2),
+    Case("inf_cl", 9, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few", kinds="negatives"),
+    Case("inf_cl", 6, 24, 10.0, columns=24, captions=2, duplicates="positive", ids="pairs", kinds="negatives"),
 ]
 IDS = [
     Case("", 7, 24, 5.0, "apart", FLOAT64, ids="pairs", kinds="text"),

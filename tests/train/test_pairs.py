@@ -14,6 +14,7 @@ from tests.lib.training import demo_config, new_trainer
 CASES = {
     "mask by key": {"duplicates": "mask", "duplicates_by": "key:group"},
     "siglip": {"duplicates": "mask", "loss": "siglip"},
+    "negatives by caption": {"duplicates": "mask", "duplicates_by": "caption", "negatives_key": "hard"},
     "all": {"captions_per_image": 3, "negatives_key": "hard", "duplicates": "positive", "pack_captions": "on"},
 }
 
@@ -25,7 +26,7 @@ def data(tmp_path_factory):
     members = []
     for i in range(48):
         captions = [f"picture number {i} {word}" for word in ("from", "json", "picture")[: 1 + i % 3]]
-        values = {"caption": captions, "hard": [f"number picture {i}", f"json {i}"], "group": i // 3}
+        values = {"caption": captions, "hard": [captions[0], f"picture number {i ^ 1} from", f"json {i}"], "group": i // 3}
         members += [(f"{i:02d}.png", encode(picture(i % 20))), (f"{i:02d}.json", json.dumps(values).encode())]
     write_tar(folder / "shards" / "0.tar", members)
     caption_tokenizer(folder)
@@ -49,7 +50,9 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, cas
             steps=4, warmup=1, **CASES[case],
         )  # fmt: skip
         records = run_ranks(fit, ranks, config, timeout=200)[0]
-        names = ["loss", "grad_norm", *(["duplicate_share"] if config.duplicates != "negative" else [])]
-        curves.append([record[name] for record in records for name in names])
+        names = ["loss", "grad_norm", "duplicate_share", "duplicate_negatives"]
+        curves.append([record[name] for record in records for name in names if name in record])
+        if case == "negatives by caption":
+            assert 0 < records[0]["duplicate_negatives"] < 1
         assert ("duplicate_share" in records[0]) == (config.duplicates != "negative")
     assert len(curves[0]) >= 8 and all(curve == pytest.approx(curves[0], rel=1e-3) for curve in curves[1:])
