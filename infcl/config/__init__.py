@@ -11,10 +11,11 @@ from infcl.config.agreement import settings_of
 from infcl.config.batch import BatchPlan, aligned, counted, total_steps
 from infcl.config.checks import PATHS, parse_factors, validate
 from infcl.config.command_line import OneLineParser, make_parser, parse_args
-from infcl.config.settings import LOSS_NAMES, TrainConfig, option_of
+from infcl.config.settings import CAPTIONS, LOSS_NAMES, TrainConfig, option_of
 from infcl.config.spec import RunSpec, may_pack, resolve
 
 __all__ = [
+    "CAPTIONS",
     "LOSS_NAMES",
     "PATHS",
     "BatchPlan",

@@ -14,7 +14,7 @@ from infcl.config.settings import TrainConfig, option_of
 # May differ, since nodes may store them elsewhere: only whether a path is given is compared.
 OWN_PATHS = (
     "train_data", "val_data", "zeroshot_data", "zeroshot_classnames", "zeroshot_templates",
-    "pretrained", "pretrained_image", "pretrained_text", "index_cache", "logs", "resume",
+    "pretrained", "pretrained_image", "pretrained_text", "csv_img_root", "index_cache", "logs", "resume",
 )  # fmt: skip
 # May differ: they depend on a node's cores, memory and disk, or only affect its logging.
 OWN_VALUES = ("workers", "pixel_cache_gb", "device", "debug")

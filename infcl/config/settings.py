@@ -13,6 +13,7 @@ AUTO_WORKERS = -1
 LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
 AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
+CAPTIONS = ("one", "lines")
 SCHEDULES = ("cosine", "const", "const-cooldown")
 LR_SCALINGS = ("none", "sqrt", "linear")
 WD_MODES = ("lr", "schedule")
@@ -94,9 +95,12 @@ class TrainConfig:
     json_text_key_probs: list = _data(
         [], "weights by which the order of the --json-text-key keys is drawn", nargs="*", metavar="P", type=float
     )
+    captions: str = _data(
+        "one", "what a txt or a csv cell with several lines is: one caption, or a caption per line", choices=CAPTIONS
+    )
     captions_per_image: int = _data(
         1,
-        "captions drawn per image (of a list in json, or of the lines in txt); above 1, all are positives of the "
+        "captions drawn per image (of a list in json, or of --captions lines); above 1, all are positives of the "
         "image, which is encoded once",
         "> 0",
     )
@@ -114,6 +118,7 @@ class TrainConfig:
     csv_separator: str = _data("\t", "csv: column separator")
     csv_img_key: str = _data("filepath", "csv: column of image paths")
     csv_caption_key: str = _data("title", "csv: column of captions")
+    csv_img_root: str | None = _data(None, "csv: folder or URL where relative image paths start [that of the table]")
     index_cache: str | None = _data(
         None, "folder for indexes that cannot be stored next to their shards [~/.cache/infcl/index]"
     )

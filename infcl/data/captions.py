@@ -1,7 +1,8 @@
 """Captions: decode the text or json member of a record to texts, or raise `BadSample` with the cause.
 
 Captions come from the text member. They come from the json member if there is no text member, or if
-`SampleKeys.json_text` is set. The lines of a text member, and the entries of a list in json, are separate captions.
+`SampleKeys.json_text` is set. The entries of a list in json are separate captions. A text member is one caption,
+whatever its lines, unless the caller asks for `lines`.
 A caption is cut after 4 KB. Bytes that are not UTF-8 are replaced and noted. A caption without a letter or digit is
 rejected.
 """
@@ -27,16 +28,16 @@ def decode_captions(
     random: np.ndarray | None = None,
     *,
     max_bytes: int = MAX_CAPTION_BYTES,
-    split: bool = True,
+    lines: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Decode the captions of a record: the lines of the text member, or the texts in the json member.
+    """Decode the captions of a record: its text member, or the texts in the json member.
 
     Args:
         record: the undecoded sample.
         keys: where its captions are.
         random: float64 [json keys] in [0, 1), needed if `keys` has json_probs.
         max_bytes: a caption is cut after these.
-        split: split a text member that has several valid lines. Otherwise it is one caption, unchanged.
+        lines: each valid line of a text member is a caption (--captions lines).
 
     Returns:
         The captions, at least one, and notes on what was tolerated.
@@ -46,9 +47,8 @@ def decode_captions(
     """
     notes: list[str] = []
     if record.text is not None and keys.json_text is None:
-        texts = [decode_text(record.text, max_bytes, notes)]
-        lines = [line for line in texts[0].split("\n") if is_caption(line)]
-        texts = lines if split and len(lines) > 1 else texts
+        text = decode_text(record.text, max_bytes, notes)
+        texts = text.splitlines() if lines else [text]
     elif record.json is None:
         raise BadSample("no_caption")
     else:

@@ -68,6 +68,7 @@ class DataConfig:
             limits=limits_of(config, DEFAULT_LIMITS),
             texts=SampleTexts(
                 config.captions_per_image,
+                config.captions == "lines",
                 config.negatives_key,
                 config.duplicates_by if config.duplicates != "negative" else None,
             ),
@@ -85,7 +86,7 @@ class DataConfig:
 
 def columns_of(config: TrainConfig) -> TableColumns:
     """Return the columns of training and validation tables that the flags select."""
-    return TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key)
+    return TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key, config.csv_img_root)
 
 
 def limits_of(config: TrainConfig, limits: ImageLimits) -> ImageLimits:

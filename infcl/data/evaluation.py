@@ -152,7 +152,7 @@ class EvalSamples:
         """Return the caption under the given keys, else under the default keys, else ""."""
         for keys in (self.keys, DEFAULT_KEYS):
             with contextlib.suppress(BadSample):
-                return decode_captions(record, keys, max_bytes=MAX_TEXT_BYTES, split=False)[0][0]
+                return decode_captions(record, keys, max_bytes=MAX_TEXT_BYTES)[0][0]
         return ""
 
 

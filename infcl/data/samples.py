@@ -35,6 +35,7 @@ def decode_record(
     keys: SampleKeys = DEFAULT_KEYS,
     limits: ImageLimits = DEFAULT_LIMITS,
     random: np.ndarray | None = None,
+    lines: bool = False,
     shrink: Callable[[int, int], int] | None = None,
 ) -> tuple[np.ndarray, list[str], list[str]]:
     """Decode the image and all captions of a record; see `decode_image` and `decode_captions`.
@@ -49,7 +50,7 @@ def decode_record(
         raise BadSample(record.fault.cause, str(record.fault))
     if record.image is None:
         raise BadSample("no_image")
-    captions, notes = decode_captions(record, keys, random)
+    captions, notes = decode_captions(record, keys, random, lines=lines)
     return decode_image(record.image, limits, shrink), captions, notes
 
 
@@ -59,12 +60,14 @@ class SampleTexts:
 
     Args:
         captions: K, the number of captions drawn per image; captions repeat if a sample has fewer.
+        lines: each line of a text member is a caption (--captions lines).
         negatives: key of the json member with a hard negative (a text, or a list of which one is drawn), or None.
         same: samples are duplicates if these are equal: "image" (bytes), "caption" (`folded` text) or "key:NAME" (value
             in the json member). None: samples are not compared.
     """
 
     captions: int = 1
+    lines: bool = False
     negatives: str | None = None
     same: str | None = None
 
@@ -123,6 +126,7 @@ class SampleDecoder:
             keys=self.keys,
             limits=self.limits,
             random=uniforms(numbers(_CAPTION_STREAM, len(self.keys.json_keys))) if self.keys.json_probs else None,
+            lines=self.texts.lines,
             shrink=lambda height, width: self.transform.shrink(height, width, random),
         )
         texts = some(captions, self.texts.captions, _CHOICE_STREAM)

@@ -21,24 +21,25 @@ from infcl.config import counted
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
 from infcl.data.shards import check_factors, split_sources
-from infcl.data.storage import ShardFault, open_lines, open_shard, retry
+from infcl.data.storage import ShardFault, is_remote, open_lines, open_shard, retry
 
 _TRIED = 1000  # images per table of which at least one must exist before training
 
 
 class TableColumns(NamedTuple):
-    """Format of a table: the column separator, and the names of the image and caption columns."""
+    """Format of a table: separator, names of the image and caption columns, root of relative paths [its folder]."""
 
     separator: str = "\t"
     image: str = "filepath"
     caption: str = "title"
+    root: str | None = None
 
 
 DEFAULT_COLUMNS = TableColumns()
 
 
 class TableReader:
-    """Reader of a table's rows by number. Relative image paths start at the working directory or at the table's folder.
+    """Reader of a table's rows by number. Relative image paths start at the table's folder, or at `columns.root`.
 
     Args:
         urls: paths of the tables, or a `::` list.
@@ -68,13 +69,19 @@ class TableReader:
             first: list[str] = []
             before = len(ends)
             for row in _rows(path, columns, problems):
-                if len(first) < _TRIED and "://" not in row[0]:
+                if len(first) < _TRIED and "://" not in row[0] and not is_remote(columns.root or ""):
                     first.append(row[0])
                 for field in row:
                     block += field.encode("utf-8", "surrogateescape")
                     ends.append(len(block))
             counts.append((len(ends) - before) // 2)
-            self._folders.append(_folder_of(first, path))
+            self._folders.append(os.path.dirname(path) if columns.root is None else columns.root)
+            images = [os.path.join(self._folders[-1], image) for image in first]
+            if images and not any(map(os.path.exists, images)):
+                raise ValueError(
+                    f"{path}: none of its first {len(images):,} images exists (the first: {images[0]!r}); "
+                    "--csv-img-root FOLDER sets where relative paths start"
+                )
         self._block, self._ends = np.frombuffer(block, dtype=np.uint8), np.frombuffer(ends, dtype=np.int64)
         self.counts = np.array(counts, dtype=np.int64)
         self.factors = np.array(check_factors(factors, self.paths), dtype=np.float64)
@@ -178,19 +185,3 @@ def _well_formed(reader: Any, problems: Counter[str]) -> Iterator[list[str]]:
             return
         except csv.Error:
             problems["index/bad_row"] += reader.line_num - before
-
-
-def _folder_of(images: list[str], path: str) -> str:
-    """Return the base folder of a table's relative paths: "" if one of `images` is there, else the table's folder.
-
-    Raises ValueError if none of `images`, the first local ones, is in either.
-    """
-    folder = os.path.dirname(path)
-    if any(map(os.path.exists, images)):
-        return ""
-    if images and not any(os.path.exists(os.path.join(folder, image)) for image in images):
-        raise ValueError(
-            f"{path}: none of its first {len(images):,} images is there (the first: {images[0]!r}); a path that is not "
-            f"absolute is taken from the working directory or from {folder or '.'}"
-        )
-    return folder

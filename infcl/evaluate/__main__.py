@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infcl.config import LOSS_NAMES, OneLineParser, aligned, counted
+from infcl.config import CAPTIONS, LOSS_NAMES, OneLineParser, aligned, counted
 from infcl.data.evaluation import RESIZES, EvalConfig
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import load_model
@@ -62,7 +62,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     config = EvalConfig(
         data=args.data,
         image_size=clip.cfg.vision_cfg.image_size,
-        columns=TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key),
+        columns=TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key, args.csv_img_root),
         resize=args.image_resize,
         preprocess=clip.cfg.preprocess,
     )
@@ -128,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--csv-separator", default=DEFAULT_COLUMNS.separator, help="of a .csv or .tsv: between columns [tab]")
     add("--csv-img-key", default=DEFAULT_COLUMNS.image, help="its column of image paths [filepath]")
     add("--csv-caption-key", default=DEFAULT_COLUMNS.caption, help="its column of captions [title]")
-    add("--captions", choices=("one", "lines"), default="one", help="lines: each line of a text member is a caption")
+    add("--csv-img-root", help="where its relative image paths start [its folder]")
+    add("--captions", choices=CAPTIONS, default="one", help="lines: each line of a text member is a caption")
     add("--loss-batch-size", type=int, help="report the loss of global batches of this size too (retrieval)")
     add("--loss", choices=LOSS_NAMES, default="inf_cl", help="which loss that is [inf_cl]")
     add("--image-resize", choices=RESIZES, default="torch", help="pil: the pixels of published figures [torch]")

@@ -330,7 +330,9 @@ def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
         loss = ValidationLoss(flags.loss, flags.tile, batch.rank_batch_size, inputs.spec.tile_dtype)
         image, text = f"{flags.image_key};{DEFAULT_KEYS.image}", f"{flags.text_key};{DEFAULT_KEYS.text}"
         keys = SampleKeys(image, text, flags.json_text_key)
-        tasks["retrieval"] = RetrievalTask(config_of(flags.val_data, keys), loss=loss, **common)
+        tasks["retrieval"] = RetrievalTask(
+            config_of(flags.val_data, keys), captions=flags.captions, loss=loss, **common
+        )
     if flags.zeroshot_data:
         files = {name: getattr(flags, f"zeroshot_{name}") for name in ("classnames", "templates")}
         tasks["zero_shot"] = ZeroShotTask(config_of(flags.zeroshot_data), **files, **common)

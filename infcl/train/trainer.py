@@ -42,8 +42,8 @@ from infcl.train.compile import prepare_blocks
 from infcl.train.diagnostics import (
     PhaseTimer,
     SampledLoss,
-    peak_memory_mb,
     duplicate_shares,
+    peak_memory_mb,
     trained_shares,
     utilisation,
 )

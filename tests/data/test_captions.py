@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from infcl.data.captions import decode_captions
+from infcl.data.config import DataConfig
+from infcl.data.evaluation import EvalConfig
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.loader import _collection
+from infcl.data.plan import Share
 from infcl.data.records import BadSample, Record
 from infcl.data.samples import SampleTexts
+from infcl.data.tokenizer.learn import captions_of
+from infcl.evaluate.tasks import RetrievalTask
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.small_loader import small_loader
 
@@ -37,18 +43,40 @@ def epoch(loader) -> list[dict[str, torch.Tensor]]:
     return [batch for step in loader for batch in step]
 
 
-def test_lines_of_a_text_and_a_list_in_json_are_captions(tmp_path):
-    def of(text: bytes | None, metadata: dict | None = None, keys: SampleKeys = DEFAULT_KEYS) -> list[str]:
-        return decode_captions(Record(None, text, json.dumps(metadata or {}).encode(), "here"), keys)[0]
+def test_a_text_and_the_entries_of_a_list_in_json_are_captions(tmp_path):
+    def of(text: bytes | None, metadata: dict | None = None, keys: SampleKeys = DEFAULT_KEYS, **options) -> list[str]:
+        return decode_captions(Record(None, text, json.dumps(metadata or {}).encode(), "here"), keys, **options)[0]
 
-    assert of(b"a cat\r\n\n?!\na dog\n") == ["a cat\r", "a dog"]
-    assert of(b"a cat\n") == ["a cat\n"]  # one caption, as it always was
+    assert of(b"a cat\r\n\n?!\na dog\n") == ["a cat\r\n\n?!\na dog\n"]
+    assert of(b"a cat\r\n\n?!\na dog\n", lines=True) == ["a cat", "a dog"]
     assert of(None, {"caption": ["a", " ", 3, "b"]}) == ["a", "b"]
     assert of(b"x", {"long": [], "short": "b"}, SampleKeys(json_text="long;short")) == ["b"]
     for text, metadata, cause in ((b" \n?", None, "empty_caption"), (None, {"caption": [3]}, "no_caption")):
         with pytest.raises(BadSample) as caught:
             of(text, metadata)
         assert caught.value.cause == cause
+
+
+@pytest.mark.parametrize("kind", ["txt", "csv"])
+def test_training_evaluation_and_tokenizer_use_the_same_captions_of_a_text_of_several_lines(tmp_path, tokenizer, kind):
+    text, data = "a cat\nsits on\na mat", tmp_path / ("t.csv" if kind == "csv" else "0.tar")
+    (tmp_path / "0.png").write_bytes(encode(picture(0)))
+    if kind == "csv":
+        data.write_text(f'filepath\ttitle\n0.png\t"{text}"\n')
+    else:
+        write_tar(data, [("0.png", encode(picture(0))), ("0.txt", text.encode())])
+    config = DataConfig(str(data), dataset_type="csv" if kind == "csv" else "webdataset")
+    share = Share(micro_batch_size=1, num_micro_batches=1, rank=0, world_size=1)
+    assert list(captions_of(_collection(config, share), 9)) == [text]
+    for captions, wanted in (("one", [text]), ("lines", text.splitlines())):
+        texts = SampleTexts(lines=captions == "lines")
+        loader = small_loader(str(data), tokenizer, dataset_type=config.dataset_type, texts=texts)
+        drawn = {tuple(batch["texts"][0].tolist()) for _ in range(20) for batch in epoch(loader)}
+        assert drawn == {tuple(row) for row in tokenizer(wanted).tolist()}
+        task = RetrievalTask(
+            EvalConfig(data=str(data), image_size=8), captions=captions, tokenizer=tokenizer, batch_size=1
+        )
+        assert [task.target(sample) for sample in task.source()] == [wanted]
 
 
 def test_captions_are_drawn_by_the_plan_and_a_resume_draws_the_same(shards, tokenizer):

@@ -42,12 +42,25 @@ def test_a_table_is_read_by_row_number(table):
     assert reader.counts.tolist() == [7] and reader.found == {"index/bad_row": 1, "index/no_image": 1}
 
 
-def test_images_are_found_beside_the_table_though_its_first_is_gone_and_none_at_all_is_rejected(table, tmp_path):
+def test_relative_paths_start_at_the_table_whatever_is_in_the_working_directory(table, tmp_path, monkeypatch):
+    (tmp_path / "work" / "images").mkdir(parents=True)
+    (tmp_path / "work" / "images" / "0.png").write_bytes(encode(picture(99)))
+    monkeypatch.chdir(tmp_path / "work")
+    for path in (str(table), "../t.csv"):
+        records = TableReader(path).read(np.arange(5))
+        assert [record.image for record in records] == [encode(picture(i)) for i in range(5)]
+    (here,) = TableReader(str(table), columns=TableColumns(root=".")).read(np.array([0]))
+    assert here.image == encode(picture(99))
+
+
+def test_a_table_of_which_no_image_exists_is_rejected(table, tmp_path):
     lines = table.read_text().replace("images/0.png", "images/gone as well.png")
     table.write_text(lines)
     assert TableReader(str(table)).read(np.array([4]))[0].image == encode(picture(4))
     table.write_text(lines.replace("images/", "pictures/"))
-    with pytest.raises(ValueError, match=r"t.csv: none of its first 7 images is there \(the first: 'pictures/gone as"):
+    with pytest.raises(
+        ValueError, match=r"t.csv: none of its first 7 images exists \(the first: '.*/pictures/gone as.*--csv-img-root"
+    ):
         TableReader(str(table))
 
 
@@ -81,18 +94,16 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
         TableReader(str(tmp_path / "none.csv"))
 
 
-def test_a_table_is_data_and_runs_nothing(tmp_path, monkeypatch):
-    # From a folder of its own: whether ../../etc/hostname is there must not depend on where the clone is.
-    work = tmp_path / "two" / "levels"
-    work.mkdir(parents=True)
-    monkeypatch.chdir(work)
+def test_a_table_is_data_and_runs_nothing(tmp_path):
+    table = tmp_path / "two" / "levels" / "t.csv"
+    table.parent.mkdir(parents=True)
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "hostname").write_text("not an image\n")
-    (tmp_path / "t.csv").write_bytes(
+    table.write_bytes(
         b"filepath\ttitle\npipe:touch %s/executed\tx\n" % str(tmp_path).encode()
         + b"../../etc/hostname\tx\n\x00\xff\tx\n"
     )
-    records = TableReader(str(tmp_path / "t.csv")).read(np.arange(3))
+    records = TableReader(str(table)).read(np.arange(3))
     assert [record.fault.cause for record in records[::2]] == ["missing_image_file"] * 2
     assert not (tmp_path / "executed").exists()
 

@@ -26,7 +26,11 @@ def data(tmp_path_factory):
     members = []
     for i in range(48):
         captions = [f"picture number {i} {word}" for word in ("from", "json", "picture")[: 1 + i % 3]]
-        values = {"caption": captions, "hard": [captions[0], f"picture number {i ^ 1} from", f"json {i}"], "group": i // 3}
+        values = {
+            "caption": captions,
+            "hard": [captions[0], f"picture number {i ^ 1} from", f"json {i}"],
+            "group": i // 3,
+        }
         members += [(f"{i:02d}.png", encode(picture(i % 20))), (f"{i:02d}.json", json.dumps(values).encode())]
     write_tar(folder / "shards" / "0.tar", members)
     caption_tokenizer(folder)

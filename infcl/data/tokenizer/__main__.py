@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--csv-separator", default="\t")
     parser.add_argument("--csv-img-key", default="filepath")
     parser.add_argument("--csv-caption-key", default="title")
+    parser.add_argument("--csv-img-root")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--out", required=True, help="the model file to write")
     parser.add_argument("--model-type", choices=["bpe", "unigram"], default="unigram")
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         reader: TableReader | ShardReader
         if args.dataset_type == "csv":
-            columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key)
+            columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key, args.csv_img_root)
             reader = TableReader(args.train_data, columns=columns)
         else:
             reader = ShardReader(load_manifest(args.train_data, keys=keys), keys)

@@ -86,6 +86,6 @@ def captions_of(reader: ShardReader | TableReader, limit: int) -> Iterator[str]:
     for start in range(0, total, 1024):
         for record in reader.read(plan.samples(start, min(start + 1024, total)), images=False):
             try:
-                yield decode_captions(record, reader.keys, split=False)[0][0]
+                yield decode_captions(record, reader.keys)[0][0]
             except BadSample:
                 continue  # training counts and reports bad samples
