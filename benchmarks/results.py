@@ -556,11 +556,6 @@ def _by(*names: str) -> Callable[[dict], tuple]:
 BATCH = "global batch"
 OF_BATCH_K = {f"{k}k": {"batch_k": k} for k in BATCHES_K}
 TABLES: dict[str, Callable[[], str]] = {
-    "defects": Table(
-        "defects.csv",
-        {"": "{item}", "defect": "{defect}", "before": "{before}", "now": "{now}", "test": "`{test}`"},
-        foot="",
-    ),
     "data-speed": Table(
         data_rates,
         {"": "{name}", "infcl": "{ours:rate}", "open_clip 3.3": "{theirs:rate}", "infcl / open_clip": "{ratio:.1f}x"},

@@ -37,7 +37,6 @@ WORDS = {  # pattern: what to write
 ANY = re.compile(rf"(?i)(?<![\w-])(?:{'|'.join(WORDS)})(?![\w-])")
 NOT_PROSE = (
     "CHANGELOG.md",
-    "dev/log",
     "dev/check_language.py",
     "docs/results",
     "tests/golden",

@@ -90,7 +90,7 @@ def step_cases() -> list:
         """What reductions during the backward cost it is not planned: they are up to 22% slower."""
         return 0.15 if '"overlap_comm": false' in row["zero_options"] else UNBOUNDED, 0.05
 
-    # Packed captions of ViT-B are left out: busy cores let the host wait for them (dev/log/2026-11.md).
+    # Packed captions of ViT-B are left out: busy cores let the host wait for them.
     without_timer = [
         row
         for row in stored("step_waits.csv")
@@ -191,7 +191,7 @@ LOSSES += [
 ]
 
 
-@pytest.mark.parametrize(("gpus", "pairs", "dim", "milliseconds"), [*LOSSES, (2, 131072, 768, 91.4)])  # dev/log
+@pytest.mark.parametrize(("gpus", "pairs", "dim", "milliseconds"), [*LOSSES, (2, 131072, 768, 91.4)])
 def test_measured_losses_on_h200s(gpus, pairs, dim, milliseconds):
     # measured after the rates had been set: 2 x 16,384 rows, planned 12% short; a width of 384, planned 11% long
     later = (gpus, pairs) == (2, 32768) or dim < 512
