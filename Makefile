@@ -7,7 +7,7 @@
 #
 #   PRESET=zero3 make train       another ZeRO preset of ds_configs/
 #   make train FLAGS="--lr 1e-3"  other flags of pretrain_clip.py (give NAME=... too: a finished run is not trained over)
-#   make results                  docs' tables and plots again, from docs/results
+#   make charts                   the charts of the docs again, from docs/results
 #   make train FLAGS=--overwrite  train a finished run again
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -22,7 +22,7 @@ CLUSTER_SECONDS ?= 1800
 SKIPS  ?=
 WORKERS ?= 3
 
-.PHONY: train test suite test-slow test-cluster lint docs coverage results clean
+.PHONY: train test suite test-slow test-cluster lint docs coverage charts clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
@@ -51,8 +51,8 @@ lint: $(VENV)/.installed
 	$(BIN)/hadolint launch/Dockerfile
 	$(BIN)/python dev/check_language.py
 
-results: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.results --write
+charts: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.charts
 
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -96,14 +96,3 @@ def grouped(found: Iterable[dict], *names: str) -> dict:
 def latest(found: Iterable[dict], *names: str) -> list[dict]:
     """Return the last row of each setting, which the columns `names` identify."""
     return [own[-1] for own in grouped(found, *names).values()]
-
-
-def newest(found: Sequence[dict]) -> list[dict]:
-    """Return the rows with the last row's commit, which replace older measurements."""
-    return where(found, commit=found[-1]["commit"]) if found else []
-
-
-def origin(found: Sequence[dict]) -> str:
-    """Describe the hardware and torch version: 'NVIDIA H200, torch 2.11.0+cu130.'"""
-    names = [", ".join(sorted({str(row[name]) for row in found})) for name in ("device", "torch")]
-    return f"{names[0]}, torch {names[1]}."

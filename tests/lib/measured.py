@@ -4,10 +4,10 @@ import csv
 import dataclasses
 import json
 import re
+from statistics import median
 
 from benchmarks.largest_batch import planned_peak
-from benchmarks.results import measured_losses
-from benchmarks.rows import append, latest, where
+from benchmarks.rows import append, grouped, latest, where
 from benchmarks.rows import rows as rows_of
 from benchmarks.step import setting_of
 from infcl.config import resolve
@@ -99,11 +99,9 @@ def stored(name: str) -> list[dict]:
 
 def steps() -> list[dict]:
     """Return rows of benchmarks.step, except those of replaced code and those without warm-up."""
-    files = [RESULTS / "step.csv", *sorted(RESULTS.glob("plan_steps*.csv"))]
     return [
         row
-        for path in files
-        for row in stored(path.name)
+        for row in stored("step.csv")
         if (row["zero"], row.get("commit"), row.get("precision")) not in OUTDATED
         and "not kept" not in row["label"]
         and "warm-up-steps 0" not in row["label"]  # their times include compiling
@@ -121,7 +119,8 @@ def slow_host() -> Gpu:
 
 def losses() -> list[dict]:
     """Return the newest rows of the loss alone with BF16 features, by number of GPUs and batch."""
-    return latest(where(measured_losses(), impl="inf_cl", dtype="bfloat16"), "gpus", "global_batch", "dim")
+    found = [row for row in where(rows_of("loss_h200.csv"), impl="inf_cl", dtype="bfloat16") if row["median_ms"] != ""]
+    return latest(found, "gpus", "global_batch", "dim")
 
 
 def planned_loss(gpus: int, samples: int, dim: int) -> float:
@@ -211,7 +210,7 @@ def errors() -> list[dict]:
             found.append((f"{kind}: peak, GiB", one["peak_gib"], float(one["row"]["peak_gib"])))
     for row, setting in tensor_parallel_steps():
         found.append(("steps under tensor parallelism: ms", 1000 * step_seconds(setting), row["step_ms"]))
-    for row in where(rows_of("table1_h200.csv", "largest_batch.csv", "memory_rows.csv"), fits=1):
+    for row in where(rows_of("table1_h200.csv", "largest_batch.csv"), fits=1):
         found.append(("steps of 1,024 to 4,194,304 samples: peak, GiB", planned_for_trial(row), row["peak_gib"]))
     for row in rows_of("step_peaks.csv"):
         found.append(("the check at start: peak, GiB", planned_at_start(row), row["peak_gib"]))
@@ -224,6 +223,15 @@ def errors() -> list[dict]:
     return [{"kind": kind, "planned": f"{plan:.4g}", "measured": f"{seen:.4g}"} for kind, plan, seen in found]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write plan_errors.csv, and print its table for docs/benchmarks/planner.md."""
+    found = errors()
     (RESULTS / "plan_errors.csv").unlink(missing_ok=True)
-    append(RESULTS / "plan_errors.csv", errors())
+    append(RESULTS / "plan_errors.csv", found)
+    for kind, rows in grouped(found, "kind").items():
+        apart = [float(row["planned"]) / float(row["measured"]) - 1 for row in rows]
+        print(f"| {kind} | {len(rows)} | {min(apart):+.1%} to {max(apart):+.1%} | {median(apart):+.1%} |")
+
+
+if __name__ == "__main__":
+    main()
