@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from infcl.cluster.hostfile import for_each, read_hostfile, ssh
-from infcl.config import OneLineParser
+from infcl.config import OneLineParser, counted
 from infcl.parallel.host_info import differences, software
 
 TIMEOUT_S = 300  # a busy host imports torch slowly
@@ -53,8 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
     gpus = sum(len(report.get("gpus", ())) for report in reports.values())
     right = "right" if gpus else "right for ranks on CPUs (no host has nvidia-smi)"
-    result = f"{len(found)} problems" if found else right
-    print(f"{len(hosts)} hosts, {sum(hosts.values())} slots, {gpus} GPUs: {result}")
+    result = counted(len(found), "problem") if found else right
+    counts = counted(len(hosts), "host"), counted(sum(hosts.values()), "slot"), counted(gpus, "GPU")
+    print(f"{', '.join(counts)}: {result}")
     return 1 if found else 0
 
 
@@ -100,7 +101,7 @@ def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
         if report["gpu_error"]:
             lines.append(f"{host}: nvidia-smi fails: {report['gpu_error']}")
         elif with_gpus and len(report["gpus"]) < hosts[host]:
-            lines.append(f"{host}: slots={hosts[host]}, but {len(report['gpus'])} GPUs")
+            lines.append(f"{host}: slots={hosts[host]}, but {counted(len(report['gpus']), 'GPU')}")
         for number, gpu in enumerate(report["gpus"][: hosts[host]]):
             if gpu["memory_used_mib"] > _BUSY_MIB:
                 lines.append(f"{host}: GPU {number} is in use ({gpu['memory_used_mib']} of {gpu['memory_mib']} MiB)")

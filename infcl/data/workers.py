@@ -219,7 +219,7 @@ def _check_shared_memory(num_workers: int, item_bytes: int) -> None:
     needed, free = num_workers * _PREFETCH * item_bytes / 2**20, shutil.disk_usage(_SHARED_MEMORY).free / 2**20
     if needed > free:
         raise ValueError(
-            f"{num_workers} workers x {_PREFETCH} micro-batches of {item_bytes / 2**20:,.3f} MiB need {needed:,.3f} "
-            f"MiB of {_SHARED_MEMORY} per rank, {free:,.3f} MiB are free: use fewer --workers, a smaller "
+            f"{counted(num_workers, 'worker')} x {_PREFETCH} micro-batches of {item_bytes / 2**20:,.3f} MiB need "
+            f"{needed:,.3f} MiB of {_SHARED_MEMORY} per rank, {free:,.3f} MiB are free: use fewer --workers, a smaller "
             "--batch-size, or more shared memory (docker run --shm-size)"
         )

@@ -2,7 +2,7 @@
 
 import math
 
-from infcl.config import TrainConfig
+from infcl.config import TrainConfig, counted
 
 _EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
@@ -41,7 +41,7 @@ class Schedule:
         if steps <= warmup:
             ends = "inside" if steps < warmup else "with"
             return (
-                f"the run ends {ends} the warm-up: {steps} steps, {warmup} of warm-up; lr reaches "
+                f"the run ends {ends} the warm-up: {counted(steps, 'step')}, {warmup} of warm-up; lr reaches "
                 f"{self(steps - 1):.2g} of {self.peak:.2g} (--warmup, --warmup-samples)"
             )
         if steps - cooldown < warmup:

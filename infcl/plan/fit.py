@@ -8,7 +8,7 @@ import dataclasses
 from bisect import bisect_left
 from typing import Any
 
-from infcl.config import RunSpec
+from infcl.config import RunSpec, counted
 from infcl.config.preset import STAGE_3_BUCKET
 from infcl.models.config import CLIPConfig
 from infcl.plan.memory import HEADROOM, host_bytes, host_parts, memory_of, reserved_bytes
@@ -60,7 +60,7 @@ class Fit:
         setting = self.setting(self.spec)
         needed = host_bytes(setting, self.ranks_of_host)
         if self.spec.device != "cpu" and needed > self.host:
-            where = f"{_gib(needed)} of host memory for {self.ranks_of_host} ranks"
+            where = f"{_gib(needed)} of host memory for {counted(self.ranks_of_host, 'rank')}"
             raise self._error(host_parts(setting), where, self.host, _LESS_HOST_MEMORY)
 
     def _error(self, parts: dict[str, float], needed: str, available: float, suggestion: str) -> ValueError:

@@ -14,7 +14,7 @@ def summary_table(summary: dict) -> str:
         ("zero-shot top-1", _share(summary["zero_shot_top1"])),
         ("image->text recall@1", _share(summary["image_to_text_r1"])),
         ("text->image recall@1", _share(summary["text_to_image_r1"])),
-        ("samples seen", f"{summary['samples_seen']:,}  ({steps} steps, {summary['train_seconds']:.0f} s)"),
+        ("samples seen", f"{summary['samples_seen']:,}  ({counted(steps, 'step')}, {summary['train_seconds']:.0f} s)"),
         ("skipped steps", f"{skipped} of {steps}: their gradients were not finite" if skipped else None),
         ("skipped samples", ", ".join(unused) or "none"),
         ("failed saves", f"{failed}; the newest checkpoint is {paths.get('checkpoint') or 'none'}" if failed else None),

@@ -103,7 +103,7 @@ def _steps_line(steps: int, loader, batch: BatchPlan) -> str:
 
 def _learning_rate_line(config: TrainConfig, schedule: Schedule) -> str:
     first, last = schedule(0), schedule(schedule.total_steps - 1)
-    rise = f"{first:.3g} -> {schedule.peak:.3g} in {schedule.warmup:,} steps"
+    rise = f"{first:.3g} -> {schedule.peak:.3g} in {counted(schedule.warmup, 'step')}"
     oddity = f"; {schedule.oddity()}" if schedule.oddity() else ""
     return f"{config.opt}, {schedule}: {rise}, then {config.lr_scheduler} to {last:.3g}{oddity}"
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from infcl.checkpoint.run_folder import why_not_written
+from infcl.config import counted
 from infcl.loss.ring import all_gather
 from infcl.parallel import Parallel
 from infcl.step.grad_cache import StepOutput
@@ -128,7 +129,7 @@ class StepProfiler:
         if self.done >= WARM_UP_STEPS:
             self.profile.stop()
         if not self.phases:
-            return f"no profile: the run ended after {self.done} steps, {WARM_UP_STEPS} are warm-up"
+            return f"no profile: the run ended after {counted(self.done, 'step')}, {WARM_UP_STEPS} are warm-up"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             trace, table = self.folder / "trace_rank0.json.gz", self.folder / "table.txt"
@@ -138,13 +139,13 @@ class StepProfiler:
             table.write_text(f"{phase_table(self.phases)}\n\n{operators}\n")
         except OSError as error:  # an exception on rank 0 would end the run
             return f"the profile could not be written ({why_not_written(error)})"
-        return f"profile of {len(self.phases)} steps: {trace}, {table}"
+        return f"profile of {counted(len(self.phases), 'step')}: {trace}, {table}"
 
 
 def phase_table(steps: list[dict[str, float]]) -> str:
     """Return lines with the mean milliseconds and the share of each phase over the profiled steps."""
     means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in steps[0]}
     total = sum(means.values())
-    lines = [f"{'phase':<10}{'ms a step':>12}{'share':>9}   (mean of {len(steps)} steps)"]
+    lines = [f"{'phase':<10}{'ms a step':>12}{'share':>9}   (mean of {counted(len(steps), 'step')})"]
     lines += [f"{name:<10}{1000 * n:>12.2f}{n / total if total else 0:>9.1%}" for name, n in means.items()]
     return "\n".join(lines)

@@ -89,6 +89,8 @@ def test_slurm_gives_up_where_failures_cannot_be_counted(tmp_path):
     nested = slurm(tmp_path, "exit 1\n", "--logs", "logs", "--name", "a/b")
     assert "restart 1 of 10" in nested.stdout and (tmp_path / "logs" / "a" / "b.failures").read_text() == "7 1\n"
 
+
+def test_slurm_does_not_queue_a_finished_run_again(tmp_path):
     (tmp_path / "logs" / "first").mkdir(parents=True)
     result = slurm(tmp_path, 'touch logs/first/summary.json; echo "$MASTER_ADDR $*"; exit 138\n', *FLAGS, "--wd", "a b")
     assert result.returncode == 0 and "requeue" not in result.stdout

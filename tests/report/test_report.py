@@ -229,6 +229,7 @@ def test_the_closing_table_tells_failed_saves_skipped_steps_and_what_open_clip_c
     whole = summary_table(summary | {"failed_saves": 0, "skipped_steps": 0, "loads_in_open_clip": True})
     assert "failed saves" not in whole and "skipped steps" not in whole and "open_clip" not in whole
     torn = summary_table(summary | {"failed_saves": 2, "skipped_steps": 7, "loads_in_open_clip": False})
+    assert re.search(r"samples seen +960  \(1 step, 75 s\)", summary_table(summary | {"steps": 1}))
     for line in (
         "skipped steps +7 of 30: their gradients were not finite",
         "failed saves +2; the newest checkpoint is R/checkpoints/step_9",
