@@ -72,5 +72,4 @@ def test_the_citation_names_this_version_and_the_paper():
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == infcl.__version__
-    assert f"## [{citation['version']}] - {citation['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
     assert citation["cff-version"] == "1.2.0" and citation["references"][0]["url"].endswith("2410.17243")
