@@ -8,6 +8,8 @@ micro-batch has its full shape on every rank. The log of skipped samples is retu
 
 import logging
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -73,7 +75,7 @@ class IndexedDataset:
 
 
 class PlanSampler:
-    """Sampler of a DataLoader: the items of the dataset for the rest of an epoch.
+    """Sampler of a DataLoader: the items of the dataset from a step on, without an end.
 
     It is not the source itself: a source and a loader that refer to each other are left to the garbage collector,
     which closes the queues before torch can tell the workers to stop. Each worker then costs 10 s.
@@ -84,19 +86,20 @@ class PlanSampler:
         self.share, self.steps_per_epoch, self.seed = share, steps_per_epoch, seed
         self.epoch, self.step, self.again = 0, 0, range(0)  # what the next iteration yields
 
-    def positions(self) -> Iterator[int]:
-        """Yield the position of each micro-batch's first sample in the epoch."""
-        return self.share.positions(self.step, self.steps_per_epoch, self.again)
+    def positions(self) -> Iterator[tuple[int, int]]:
+        """Yield the epoch of each micro-batch, and the position of its first sample in it."""
+        return self.share.positions(self.epoch, self.step, self.steps_per_epoch, self.again)
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
         chunk = chunk_size(self.share.global_batch_size)
-        plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=self.epoch, factors=self.factors)
-        for first in self.positions():
-            yield self.epoch, first, plan.samples(first, first + self.share.rows)
+        for epoch, micro_batches in groupby(self.positions(), key=itemgetter(0)):
+            plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=epoch, factors=self.factors)
+            for _, first in micro_batches:
+                yield epoch, first, plan.samples(first, first + self.share.rows)
 
 
 class IndexedSource(Source):
-    """Source on a DataLoader over the plan. Workers persist over epochs and resumes."""
+    """Source on a DataLoader over the plan. Workers persist over resumes, and read ahead over the end of an epoch."""
 
     board: WorkerBoard
     repeats = True
@@ -130,12 +133,12 @@ class IndexedSource(Source):
 
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         self._sampler.epoch, self._sampler.step, self._sampler.again = epoch, step, again
-        used: dict[int, torch.Tensor] = {}  # position of each micro-batch of a step -> its sample numbers
-        for first, (batch, log) in zip(self._sampler.positions(), self.board.watch(self._loader)):
-            if first not in used and len(used) == self._micro_batches_per_step:
+        used: dict[tuple[int, int], torch.Tensor] = {}  # position of each micro-batch of a step -> its sample numbers
+        for position, (batch, log) in zip(self._sampler.positions(), self.board.watch(self._loader)):
+            if position not in used and len(used) == self._micro_batches_per_step:
                 used.clear()
-            ids = used.setdefault(first, batch["ids"].clone())
-            yield (batch if torch.equal(batch["ids"], ids) else self._as_before(batch, epoch, first, ids)), log
+            ids = used.setdefault(position, batch["ids"].clone())
+            yield (batch if torch.equal(batch["ids"], ids) else self._as_before(batch, *position, ids)), log
 
     def _as_before(
         self, batch: dict[str, torch.Tensor], epoch: int, first: int, ids: torch.Tensor

@@ -78,6 +78,8 @@ class StepLoader:
         self._window_good, self._window_bad = 0, 0
         self.too_many_bad: TooManyBadSamples | None = None  # raised after all micro-batches of the step are consumed
         self._epoch, self._step = 0, 0
+        # where an epoch ended (epoch, step, again), and the source, whose workers read the next epoch meanwhile
+        self._ahead: tuple[tuple[int, int, range], Iterator[tuple[MicroBatch, ReadLog]]] | None = None
 
     def __len__(self) -> int:
         """Return the number of steps left in the current epoch."""
@@ -103,13 +105,19 @@ class StepLoader:
         """
         if again and not self._source.repeats:
             raise ValueError("--dataset-type streaming cannot read micro-batches a second time; use webdataset")
-        source = self._source.micro_batches(self._epoch, self._step, again)
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] != (self._epoch, self._step, again):
+            ahead = None  # its workers end before others start
+            source = self._source.micro_batches(self._epoch, self._step, again)
+        else:
+            source = ahead[1]
         for _ in range(len(self)):
             position = self._epoch * self.steps_per_epoch + self._step + 1
             self._epoch, self._step = divmod(position, self.steps_per_epoch)
             yield self._one_step(source, again)
             if self.too_many_bad:
                 raise self.too_many_bad
+        self._ahead = (self._epoch, self._step, again), source
 
     def _one_step(self, source: Iterator[tuple[MicroBatch, ReadLog]], again: range) -> Iterator[MicroBatch]:
         for index in range(self._share.num_micro_batches + len(again)):

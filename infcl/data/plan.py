@@ -14,6 +14,7 @@ may change between releases.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -73,15 +74,18 @@ class Share:
             )
         return num_samples // self.global_batch_size
 
-    def positions(self, first_step: int, last_step: int, again: range = range(0)) -> Iterator[int]:
-        """Yield the first position that this process reads of each micro-batch in the steps [first_step, last_step).
+    def positions(
+        self, epoch: int, step: int, steps_per_epoch: int, again: range = range(0)
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (epoch, first position that this process reads) of each micro-batch from `step` on, without an end.
 
         At the end of each step, the positions of its micro-batches `again` are repeated.
         """
-        for step in range(first_step, last_step):
+        for number in count(epoch * steps_per_epoch + step):
+            epoch, step = divmod(number, steps_per_epoch)
             first = (step * self.world_size + self.rank) * self.num_micro_batches  # counted in micro-batches
             for index in (*range(self.num_micro_batches), *again):
-                yield (first + index) * self.micro_batch_size + self.part * self.rows
+                yield epoch, (first + index) * self.micro_batch_size + self.part * self.rows
 
 
 def chunk_size(global_batch_size: int) -> int:

@@ -172,5 +172,8 @@ class StreamingSource(Source):
 
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         assert not again, "a stream is read once"
-        self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
-        return islice(self.board.watch(self._loader), (self.steps_per_epoch - step) * self._share.num_micro_batches)
+        while True:
+            self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
+            count = (self.steps_per_epoch - step) * self._share.num_micro_batches
+            yield from islice(self.board.watch(self._loader), count)
+            epoch, step = epoch + 1, 0

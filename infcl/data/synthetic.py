@@ -75,8 +75,8 @@ class SyntheticSource(Source):
         return pool
 
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
-        for start in self.share.positions(step, self.steps_per_epoch, again):
+        for at_epoch, start in self.share.positions(epoch, step, self.steps_per_epoch, again):
             first = start - self.share.part * self.share.rows  # of the full micro-batch
-            pick = int(draw(self.seed, epoch, first, stream=0, count=1)[0] % self.pool_size)
+            pick = int(draw(self.seed, at_epoch, first, stream=0, count=1)[0] % self.pool_size)
             ids = torch.arange(start, start + self.share.rows)
             yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}

@@ -105,7 +105,7 @@ class Source(ABC):
 
     @abstractmethod
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
-        """Return this rank's micro-batches from `step` to the end of `epoch`, in order, each with its log.
+        """Return this rank's micro-batches from `step` of `epoch` on, without an end, each with its log.
 
         After the M micro-batches of a step, those whose index is in `again` come a second time, bit-identical. Only a
         source that `repeats` supports that.

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from infcl.data.loader import StepLoader, TooManyBadSamples
 from infcl.data.plan import EpochPlan, Share
 from infcl.data.records import ShardReader
+from infcl.data.samples import SampleDecoder
 from infcl.data.storage import ShardFault
 from infcl.data.synthetic import SyntheticSource, random_captions
 from infcl.data.tokenizer import EOS_ID
@@ -73,6 +75,22 @@ def test_the_sequence_does_not_depend_on_the_number_of_workers(shards, tokenizer
         assert digest(loader) == expected
         loader.set_position(0, 3)  # the same workers, sent back
         assert digest(loader) == expected[3:]
+
+
+def test_workers_read_the_next_epoch_while_the_rank_evaluates(shards, tokenizer, monkeypatch):
+    decoded, decode = multiprocessing.Value("i", 0), SampleDecoder.decode
+
+    def count_and_decode(*arguments):
+        with decoded.get_lock():
+            decoded.value += 1
+        return decode(*arguments)
+
+    monkeypatch.setattr(SampleDecoder, "decode", count_and_decode)
+    loader = step_loader(shards, tokenizer, workers=2)
+    used, deadline = 6 * len(list(loader)), time.monotonic() + 60
+    while decoded.value < used + 6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert decoded.value >= used + 6, f"{decoded.value} samples decoded, {used} in the epoch"
 
 
 def test_a_resumed_run_continues_bit_identically(shards, tokenizer):

@@ -4,6 +4,7 @@ import os
 import pickle
 import tarfile
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -282,11 +283,15 @@ def test_plans_and_draws_never_change_between_releases():
 
 def test_parts_of_a_micro_batch_put_together_are_what_one_process_reads():
     """Tensor-parallel ranks: the same samples in the same places, for any number of parts."""
+
+    def positions(share: Share) -> list[int]:
+        return [first for _, first in islice(share.positions(0, 1, 2, range(1, 3)), 20)]
+
     for rank in range(2):
-        whole = [p + i for p in Share(12, 3, rank, 2).positions(1, 3, range(1, 3)) for i in range(12)]
+        whole = [p + i for p in positions(Share(12, 3, rank, 2)) for i in range(12)]
         for parts in (2, 3, 4):
             shares = [Share(12, 3, rank, 2, part, parts) for part in range(parts)]
-            rows = zip(*(share.positions(1, 3, range(1, 3)) for share in shares))
+            rows = zip(*map(positions, shares))
             assert [p + i for starts in rows for p in starts for i in range(12 // parts)] == whole
     assert sorted(Share(12, 3, rank, 2, part, 3).reader for rank in (0, 1) for part in range(3)) == list(range(6))
 
