@@ -97,7 +97,7 @@ class Study:
                     self.rows |= {row["name"]: row for row in csv.DictReader(file)}
         self.busy: dict[str, dict] = {}  # name -> run
         self.pending: list[dict] = []
-        self.failed: list[str] = []
+        self.failed: dict[str, str] = {}  # name -> why
         self.held_out = HeldOut(args.data, args.gpus > 0)
         self.commit = args.commit or _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
 
@@ -109,7 +109,7 @@ class Study:
             thread.start()
         for thread in threads:
             thread.join()
-        print(f"{len(self.rows)} rows, {len(self.pending)} runs left", *self.failed, sep="\n  ", flush=True)
+        print(f"{len(self.rows)} rows, {len(self.pending)} runs left, {len(self.failed)} failed", flush=True)
         if self.args.out:
             self._publish()
 
@@ -121,8 +121,8 @@ class Study:
                 if finished:
                     self._record(run, name, slot)
             except Exception as error:  # one run must not end the others; it is listed at the end
-                self.failed.append(f"{name}: {type(error).__name__}: {error}")
-                print(self.failed[-1], flush=True)
+                self.failed[name] = f"{type(error).__name__}: {error}"
+                print(f"GPU {slot} failed {name}: {self.failed[name]}", flush=True)
             finally:
                 with self.changed:
                     self.busy.pop(name)
@@ -132,6 +132,7 @@ class Study:
         """Return the next run that can start and its name; wait for runs that it depends on. None: nothing is left."""
         with self.changed:
             while self.pending and time.monotonic() < self.deadline - 45:
+                before = len(self.pending)
                 for run in list(self.pending):
                     ready = self._resolve(run)
                     if ready is None:
@@ -142,13 +143,13 @@ class Study:
                         if name not in self.rows:
                             self.busy[name] = ready
                             return ready, name
-                if not self.busy:
+                if not self.busy and len(self.pending) == before:
                     return None  # what is left depends on runs that failed
                 self.changed.wait(timeout=1.0)
         return None
 
     def _resolve(self, run: dict) -> dict | None:
-        """Replace "best" by a number and `start` by a run folder. None: a run that it needs is not finished."""
+        """Replace "best" by a number and name the run of `start`. None: a run that it needs is not finished."""
         if run["lr"] == "best":
             coming = [other for other in [*self.pending, *self.busy.values()] if _tunes(other, run)]
             known = [row for row in self.rows.values() if _tunes(row, run)]
@@ -161,11 +162,11 @@ class Study:
             if start is None:
                 return None
             name = name_of(start)
-            if not (self.args.logs / name / "summary.json").is_file():  # the folder may be on another machine
-                if name in self.busy:
-                    return None
-                self.rows.pop(name, None)
-                return start
+            if not (self.args.logs / name / "summary.json").is_file():  # its row may be of another machine
+                if name not in self.busy and name not in self.failed and start not in self.pending:
+                    self.rows.pop(name, None)
+                    self.pending.insert(0, start)
+                return None
             run = run | {"start": start | {"name": name}}
         return run
 
