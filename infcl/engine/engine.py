@@ -28,10 +28,8 @@ from infcl.engine.parameter_groups import build_optimizer, tower
 from infcl.engine.patches import (
     MEMORY_REPORT,
     add_to_norm,
-    reduce_what_is_left,
     release_by_the_present_trace,
     scale_between_steps,
-    shards,
     square_of,
     take_norm_together,
 )
@@ -39,6 +37,7 @@ from infcl.engine.state import EMA, ZeroState
 from infcl.engine.zero3 import KeptParameters, reduce_in_few_launches
 from infcl.models.transformer import ResidualBlock, repeated_blocks
 from infcl.parallel import Parallel
+from infcl.step.zero import reduce_what_is_left, shards, zero_backward
 
 _RUNNING = (".running_mean", ".running_var")  # buffers of a batch norm
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -93,11 +92,10 @@ class Engine:
             self.kept = KeptParameters(self.engine.optimizer, in_host_memory="param" in spec.offloads)
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # it would copy all gradients into a bucket and back
-        reduce_what_is_left(self.engine.optimizer, parallel.device)
+        reduce_what_is_left(self.engine, compare_ranks=False)
         take_norm_together(self.engine.optimizer)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
-        self.sums_are_old = True  # the gradient sums over micro-batches are those of the step before
         self.norms_are_old = True  # the towers' norms are too, and so is the flag
         self.flag = torch.zeros(1, device=parallel.device)  # NaN if an uncounted gradient is not finite, else 0
         if parallel.tp_size > 1 and self.zero_stage > 0:
@@ -144,14 +142,8 @@ class Engine:
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         """Accumulate d surrogate / d parameters. Reduce over ranks at a step's last backward (ZeRO-2/3: at each)."""
-        if self.zero_stage == 3:  # DeepSpeed overwrites the sums with the first gradient of a step, and adds the others
-            optimizer = self.engine.optimizer
-            optimizer.clear_backward_seen_flag()  # else a backward without a forward before it would overwrite too
-            if self.sums_are_old and optimizer.grad_partitions_flat_buffer is not None:
-                optimizer.grad_partitions_flat_buffer.zero_()  # an unused parameter would keep its old gradient
-            self.sums_are_old = False
         self.engine.set_gradient_accumulation_boundary(is_last)
-        self.engine.backward(surrogate, scale_wrt_gas=False)
+        zero_backward(self.engine, surrogate)
 
     def step(self, learning_rate: float) -> bool:
         """Make one optimizer step, unless the norm of the gradients is not finite. Collective.
@@ -169,8 +161,7 @@ class Engine:
             self.tower_grad_norms()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
-        self.sums_are_old = self.norms_are_old = True
-        self._average_running_statistics()
+        self.norms_are_old = True
         skipped_before = self.engine.skipped_steps
         if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are full and averaged by now
             square = square_of((p.grad for p in self.module.parameters() if self._counts(p)), self.parallel.device)
@@ -184,20 +175,7 @@ class Engine:
                 return False
         self.engine.step()
         self._settle_loss_scale()
-        applied = self.engine.skipped_steps == skipped_before
-        if not applied and self.offloads_optimizer and self.zero_stage < 3:
-            sums = self.engine.optimizer.averaged_gradients  # DeepSpeed would add the next step's to these
-            sums.update(dict.fromkeys(sums))
-        return applied
-
-    def _average_running_statistics(self) -> None:
-        """Replace the batch norms' running statistics by their mean over data-parallel ranks. Collective."""
-        if self.running_statistics and self.parallel.dp_size > 1:
-            flat = torch.cat([value.flatten() for value in self.running_statistics])
-            torch.distributed.all_reduce(flat, group=self.dp_group)
-            parts = (flat / self.parallel.dp_size).split([value.numel() for value in self.running_statistics])
-            for value, part in zip(self.running_statistics, parts):
-                value.copy_(part.view_as(value))
+        return self.engine.skipped_steps == skipped_before
 
     def grad_norm(self) -> float:
         """Return the global gradient norm of the last step, before clipping."""

@@ -1,59 +1,26 @@
 """Workarounds for DeepSpeed. Each is one Patch, and nothing else replaces methods of DeepSpeed.
 
 A patch replaces a method of one engine's objects, never of a class. So other engines of the process are unaffected.
-This file has the small workarounds; zero3.py has those with state.
+step/zero.py has those that the public step needs too, zero3.py those with state, and this file the rest.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper
 from typing import Any
 
 import torch
 
-TESTED = "0.19.8"
-_SOURCE = f"https://github.com/deepspeedai/DeepSpeed/blob/v{TESTED}/deepspeed/runtime"
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A replaced symbol of DeepSpeed.
-
-    Attributes:
-        symbol: "Class.attribute".
-        link: its upstream source, or an issue about it.
-        why: what happens without the patch.
-    """
-
-    symbol: str
-    link: str
-    why: str
-
-    def apply(self, owner: Any, make: Callable[[Any], Any]) -> None:
-        """Replace the symbol of `owner` by make(the installed one).
-
-        Raises:
-            AttributeError: this version of DeepSpeed does not have the symbol.
-        """
-        name = self.symbol.rpartition(".")[2]
-        if not hasattr(owner, name):
-            raise AttributeError(f"this DeepSpeed has no {self.symbol}: tested with DeepSpeed {TESTED}")
-        setattr(owner, name, make(getattr(owner, name)))
-
-    def wrap(self, owner: Any, replacement: Callable[..., Any]) -> None:
-        """Replace the symbol of `owner` by a call of `replacement`, with the installed function as first argument."""
-        self.apply(owner, lambda installed: partial(replacement, installed))
-
+from infcl.step.zero import SOURCE, Patch, is_stage_3
 
 FORWARD = Patch(
     "Module.forward",
-    f"{_SOURCE}/zero/parameter_offload.py#L445",
+    f"{SOURCE}/zero/parameter_offload.py#L445",
     "Stage 3 gathers a block's parameters in hooks around its forward. block.compile() compiles the call with its "
     "hooks, which break the graph. Compiling only the forward leaves them outside.",
 )
 SCALE = Patch(
     "DynamicLossScaler.update_scale",
-    f"{_SOURCE}/fp16/loss_scaler.py#L253",
+    f"{SOURCE}/fp16/loss_scaler.py#L253",
     "When the loss scale grows, it grows before the step's gradients are divided by it. They are halved, and under "
     "stage 3 so is their norm.",
 )
@@ -65,54 +32,41 @@ LEAST_SCALE = Patch(
 )
 TRACE = Patch(
     "PartitionedParameterCoordinator._invalidate_trace",
-    f"{_SOURCE}/zero/partitioned_param_coordinator.py#L195",
+    f"{SOURCE}/zero/partitioned_param_coordinator.py#L195",
     "DeepSpeed caches which parameters each module of the trace releases, and keeps the cache when the trace changes. "
     "A pass without a backward caches that nothing is used again. Later passes then gather each block three times.",
 )
-GRADIENT = Patch(
-    "ZeROOptimizer.reduce_ready_partitions_and_remove_grads",
-    f"{_SOURCE}/zero/stage_1_and_2.py#L2293",
-    "A parameter that a step's last backward does not reach is not reduced. Stage 1 with overlap_comm updates it with "
-    "the rank's own gradient, and an optimizer in host memory lacks the earlier micro-batches. Stage 3 needs about "
-    "twenty launches per parameter (zero3.py).",
-)
-EPILOGUE = Patch(
-    "ZeROOptimizer.overlapping_partition_gradients_reduce_epilogue",
-    f"{_SOURCE}/zero/stage_1_and_2.py#L1211",
-    "It ends a backward, and is the last chance to reduce parameters that the backward did not reach. Under stage 3 "
-    "the host waits for the GPU there, after each micro-batch (zero3.py).",
-)
 NORM = Patch(
     "ZeROOptimizer.get_grad_norm_direct",
-    f"{_SOURCE}/zero/stage3.py#L2419",
+    f"{SOURCE}/zero/stage3.py#L2419",
     "The norm is computed per tensor, with a copy of each in float64: 1,300 launches for the 446 tensors of ViT-L-14, "
     "while the GPU is idle.",
 )
 NORM_OVER_PARTS = Patch(
     "ZeROOptimizer._model_parallel_all_reduce",
-    f"{_SOURCE}/zero/stage3.py#L2412",
+    f"{SOURCE}/zero/stage3.py#L2412",
     "The norm counts a parameter that tensor-parallel ranks share on the first of them only. It misses a gradient that "
     "is not finite on another rank, and the step is made.",
 )
 NORM_OF_BF16 = Patch(
     "BF16_Optimizer.get_grads_for_norm",
-    f"{_SOURCE}/bf16_optimizer.py",
+    f"{SOURCE}/bf16_optimizer.py",
     "As NORM_OVER_PARTS, for stage 1 in BF16.",
 )
 RELEASE = Patch(
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__release_param",
-    f"{_SOURCE}/zero/partitioned_param_coordinator.py#L624",
+    f"{SOURCE}/zero/partitioned_param_coordinator.py#L624",
     "Each of the 2M passes of a gradient cache gathers and releases all parameters again.",
 )
 RELEASE_ALL = Patch(
     "PartitionedParameterCoordinator.release_and_reset_all",
-    f"{_SOURCE}/zero/partitioned_param_coordinator.py#L537",
+    f"{SOURCE}/zero/partitioned_param_coordinator.py#L537",
     "As RELEASE. Before the update, the kept parameters must be released.",
 )
 PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD = (
     Patch(
         f"DeepSpeedZeRoOffload.{when}_sub_module_{pass_}_function",
-        f"{_SOURCE}/zero/parameter_offload.py#L{line}",
+        f"{SOURCE}/zero/parameter_offload.py#L{line}",
         "Before and after each module the host counts its parameters, whether they are gathered or not.",
     )
     for pass_, when, line in (
@@ -120,7 +74,7 @@ PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD = (
     )
 )  # fmt: skip
 MEMORY_REPORT = Patch(
-    "bf16_optimizer.see_memory_usage", f"{_SOURCE}/bf16_optimizer.py#L54", "It prints at any log level."
+    "bf16_optimizer.see_memory_usage", f"{SOURCE}/bf16_optimizer.py#L54", "It prints at any log level."
 )
 
 
@@ -166,60 +120,6 @@ def _cached_function(function: Any) -> _lru_cache_wrapper:
     return function
 
 
-def shards(optimizer: Any) -> bool:
-    """Return whether the optimizer reduces each gradient during the backward: not stage 0, not BF16_Optimizer."""
-    return hasattr(optimizer, "overlapping_partition_gradients_reduce_epilogue")
-
-
-def reduce_what_is_left(optimizer: Any, device: torch.device) -> None:
-    """Make a ZeRO optimizer reduce every trainable parameter at the end of each step, with zeros for missing gradients.
-
-    Ranks reduce the parameters that the step did not reach in a fixed order. So these must be the same on all ranks.
-    They are not compared, since that would take a collective per step. In the towers they depend on flags alone. A
-    model whose forward skips parameters depending on the data is not supported.
-
-    The cost is one set entry per parameter and step if the step reaches all parameters. BF16_Optimizer
-    (stage 1 in BF16) has full sums until the end and is not patched.
-    """
-    if not shards(optimizer):
-        return
-    is_stage_3 = hasattr(optimizer, "fp16_groups")
-    groups = optimizer.fp16_groups if is_stage_3 else optimizer.bit16_groups
-    trainable = [(p, () if is_stage_3 else (i,)) for i, group in enumerate(groups) for p in group if p.requires_grad]
-    reached: set[torch.nn.Parameter] = set()
-    reduce = optimizer.reduce_ready_partitions_and_remove_grads
-
-    def reduce_and_note(parameter: torch.nn.Parameter, *group: int) -> None:
-        if optimizer.is_gradient_accumulation_boundary():
-            reached.add(parameter)
-        reduce(parameter, *group)
-
-    def finish_all(finish: Callable[[], None]) -> None:
-        if optimizer.is_gradient_accumulation_boundary():
-            for parameter, group in trainable if len(reached) < len(trainable) else ():
-                if parameter not in reached:
-                    _have_gradient(optimizer, parameter, device)
-                    reduce(parameter, *group)
-            reached.clear()
-        finish()
-
-    GRADIENT.apply(optimizer, lambda installed: reduce_and_note)
-    EPILOGUE.wrap(optimizer, finish_all)
-
-
-def _have_gradient(optimizer: Any, parameter: Any, device: torch.device) -> None:
-    """Give the parameter a gradient to reduce: what stage 1 has summed up so far, or zeros."""
-    if hasattr(optimizer, "fp16_groups"):  # the parameter is a shard now, and its gradient has to be full
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=device)
-        return
-    optimizer.setup_buckets()
-    if optimizer.get_gradient_for_reduction(parameter) is None:
-        parameter.grad = torch.zeros_like(parameter)
-        if optimizer.use_grad_accum_attribute:
-            optimizer._fill_param_grad_accum_attribute(parameter)
-
-
 def take_norm_together(optimizer: Any) -> None:
     """Make a ZeRO optimizer compute the gradient norm in a few launches, in float32.
 
@@ -228,14 +128,14 @@ def take_norm_together(optimizer: Any) -> None:
     in_host_memory = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
     if not hasattr(optimizer, "get_grad_norm_direct") or in_host_memory:
         return
-    is_stage_3 = hasattr(optimizer, "fp16_groups")
+    stage_3 = is_stage_3(optimizer)
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     def norm_of(gradients: list[torch.Tensor], parameters: list[torch.nn.Parameter]):
         """Return the norm over all ranks' gradients as get_grad_norm_direct does: [] f32, -1 if it is not finite."""
         present = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
         group, everywhere = optimizer.dp_process_group, False
-        if is_stage_3:
+        if stage_3:
             group = optimizer._get_param_partition_group(parameters[0])
             everywhere = optimizer._grad_norm_counts_every_rank(parameters, group)
         all_count = everywhere or optimizer.model_parallel_rank == 0

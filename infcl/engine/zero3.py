@@ -27,8 +27,6 @@ import torch
 import torch.distributed as dist
 
 from infcl.engine.patches import (
-    EPILOGUE,
-    GRADIENT,
     POST_BACKWARD,
     POST_FORWARD,
     PRE_BACKWARD,
@@ -37,6 +35,7 @@ from infcl.engine.patches import (
     RELEASE_ALL,
 )
 from infcl.loss.ring import reduce_scatter
+from infcl.step.zero import EPILOGUE, GRADIENT
 
 SUMS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 IN_FLIGHT = 2  # buckets whose gradients may wait for their reduction

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from infcl.step.zero import reduce_what_is_left, zero_backward
+
 
 def is_deepspeed(module: nn.Module) -> bool:
     """Return whether `module` is a DeepSpeed engine, without importing DeepSpeed."""
@@ -30,13 +32,23 @@ def accumulating(module: Any) -> Iterator[None]:
     """Disable gradient reduction inside this context; the first backward after it reduces the accumulated sum.
 
     ZeRO-2 and ZeRO-3 still reduce and shard gradients at every backward.
+
+    Raises:
+        ValueError: DistributedDataParallel has a static graph, or ZeRO-3 cannot gather a parameter.
     """
     with ExitStack() as stack:
         if is_deepspeed(module):
+            reduce_what_is_left(module, compare_ranks=True)
             module.set_gradient_accumulation_boundary(False)
             stack.callback(module.set_gradient_accumulation_boundary, True)
         for part in module.modules():
             if isinstance(part, DistributedDataParallel):
+                if part.static_graph:
+                    raise ValueError(
+                        "DistributedDataParallel(static_graph=True) allows one backward per step, and contrastive_step "
+                        "has one per micro-batch; leave static_graph out (with gradient checkpointing use_reentrant="
+                        "False needs none)"
+                    )
                 stack.enter_context(part.no_sync())
             elif hasattr(part, "set_requires_gradient_sync"):  # FSDP2
                 for switch in (partial(part.set_requires_gradient_sync, recurse=False), part.set_is_last_backward):
@@ -48,12 +60,7 @@ def accumulating(module: Any) -> Iterator[None]:
 def backward_of(module: Any) -> Callable[[Tensor], object]:
     """Return the function that runs a surrogate's backward, without scaling by accumulation steps."""
 
-    def of_engine(surrogate: Tensor) -> None:
-        if hasattr(module.optimizer, "clear_backward_seen_flag"):
-            module.optimizer.clear_backward_seen_flag()  # else a backward without a forward starts a new step
-        module.backward(surrogate, scale_wrt_gas=False)
-
-    return of_engine if is_deepspeed(module) else Tensor.backward
+    return partial(zero_backward, module) if is_deepspeed(module) else Tensor.backward
 
 
 def average_unwrapped(module: nn.Module, group: dist.ProcessGroup | None) -> None:

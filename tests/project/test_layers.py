@@ -63,9 +63,9 @@ ENVIRONMENT_USERS = {
 }
 # Functions stored in attributes of other objects, outside of the two Patch classes.
 STORED_FUNCTIONS = {
-    ("infcl/engine/patches.py", "setattr(owner, name)"),  # Patch.apply
     ("infcl/integrations/open_clip.py", "main.create_loss"),  # its documented place for a loss
     ("infcl/models/attention.py", "model.caption_positions"),  # our own towers
+    ("infcl/step/zero.py", "setattr(owner, name)"),  # Patch.apply
     ("infcl/train/compile.py", "block.run"),  # our own block
     ("infcl/train/finite.py", "module.on_input_gradient"),  # our own towers
     ("megatron_patches/patches.py", "setattr(importlib.import_module(path), name)"),  # patch
