@@ -132,10 +132,10 @@ class CheckpointWriter:
         writing, self._writing = self._writing, None
         wait([writing])
         written, problem = None, None
-        if isinstance(error := writing.exception(), OSError):
-            problem = f"{rank_and_host(self.parallel)}: {why_not_written(error)}"
-        else:
+        if (error := writing.exception()) is None:
             written = writing.result()
+        else:  # of any kind: the other ranks wait for the answer
+            problem = f"{rank_and_host(self.parallel)}: {why_not_written(error)}"
         answers: list = [None] * self.parallel.world_size
         dist.all_gather_object(answers, (_file_name(self.parallel.rank), written, problem))
         found = [answer[2] for answer in answers if answer[2]]

@@ -35,6 +35,29 @@ def test_storage_that_is_gone_on_one_host_is_named_with_it_and_written_to_no_mor
         assert said == "rank 1 on worker-2: No such file or directory"
 
 
+def a_write_without_memory(rank, world_size, folder) -> str:
+    """The problem that the writer reports where rank 1 has no memory for its file."""
+    writer = writer_on(RunFolder(folder / "run"), rank, world_size)
+
+    def write(*_):
+        if rank == 1:
+            raise MemoryError("no 8 GB")
+        return {}
+
+    with (
+        mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {}),
+        mock.patch.object(checkpoint_writer, "_write_tensors", write),
+    ):
+        writer.begin(1, {})
+        assert writer.publish() is None
+    return writer.problem
+
+
+def test_an_error_of_any_kind_in_one_writer_reaches_all_ranks(tmp_path):
+    reported = "rank 1 on worker-2: MemoryError: no 8 GB"
+    assert run_ranks(a_write_without_memory, 2, tmp_path, timeout=30) == [reported, reported]
+
+
 def order_on_the_disk(rank, world_size, folder) -> list[str]:
     """What is flushed, renamed and removed, in order, while step 2 is saved over a damaged one of the same step."""
     run, done = RunFolder(folder / "run"), []
