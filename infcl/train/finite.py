@@ -95,7 +95,14 @@ class Skips:
         dist.all_gather_object(gathered, self._own(step))
         found = [f"rank {rank}, {line}" for rank, lines in enumerate(gathered) for line in lines]
         if not found and math.isfinite(step.loss):
-            return "in no tower alone: in their sum over ranks, or outside the towers"
+            norms = {tower: step.values[f"grad_norm_{tower}"] for tower in _TOWERS}
+            found = [
+                f"{tower} tower: the norm of its gradients over all ranks is {norm:g}; a gradient, a sum or a square "
+                "overflows"
+                for tower, norm in norms.items()
+                if norm is not None and not math.isfinite(norm)
+            ]
+            return "; ".join(found) or "in no tower alone: logit_scale or logit_bias, or the sum of the towers' squares"
         return "\n  ".join([*found[:_MOST], *["..."] * (len(found) > _MOST)]) or f"in no tower: the loss is {step.loss}"
 
     def _own(self, step: Step) -> list[str]:

@@ -34,6 +34,8 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
                 output["text_features"][2] = math.nan
             elif fault == "image gradients":
                 output["image_features"].register_hook(lambda gradient: gradient * math.inf)
+            elif fault == "large image gradients":  # finite, their squares are not
+                output["image_features"].register_hook(lambda gradient: gradient * 1e25)
             elif fault == "scale gradient":
                 output["logit_scale"].register_hook(lambda gradient: gradient * math.inf)
         return output
@@ -58,6 +60,7 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
     [
         ("text features", "rank 1, text tower, micro-batch 1: features of samples"),
         ("image gradients", "rank 1, image tower, micro-batch 1: gradients are not finite"),
+        ("large image gradients", "image tower: the norm of its gradients over all ranks is inf"),
         ("scale gradient", "in no tower alone"),
         ("loss", "in no tower: the loss is inf"),
     ],
