@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -47,7 +48,9 @@ class Replay:
             self.seen = {key: value.detach().clone() for key, value in features.items()}
         elif self.index == 0:
             apart = [
-                (value.detach() - self.seen[key]).norm() / value.detach().norm() for key, value in features.items()
+                (value.detach() - self.seen[key]).norm()
+                / value.detach().norm().clamp(min=torch.finfo(value.dtype).tiny)
+                for key, value in features.items()
             ]
             self.difference = torch.stack(apart).max()
 
@@ -70,13 +73,15 @@ class Replay:
     def __exit__(self, *error: Any) -> None:
         self.statistics.__exit__(*error)
         if error[0] is None:
+            self.statistics.publish()
             _set_random_state(self.after)
 
 
 class RunningStatistics:
     """Running statistics of a model's BatchNorm layers, as a context around both passes.
 
-    A step updates them once, by the mean over its micro-batches. Call `on_phase` with each phase of the step.
+    A step updates them once, by the mean over its micro-batches. The context leaves them as they were: `publish` stores
+    the update, so that the statistics follow a step that is made, and no other. Call `on_phase` with each phase.
     """
 
     def __init__(self, model: nn.Module):
@@ -85,13 +90,13 @@ class RunningStatistics:
     def __enter__(self) -> None:
         self.momenta = [layer.momentum for layer in self.layers]
         self.before: dict[Any, list[Tensor]] = {}  # mean, variance and count of the layers that were called
+        self.updates: list[tuple[Tensor, Tensor]] = []  # buffers and what the step makes of them
         self.calls = dict.fromkeys(self.layers, 0)
         self.hooks = [layer.register_forward_pre_hook(self._before_forward) for layer in self.layers]
 
     def _before_forward(self, layer: Any, _: Any) -> None:
         if layer not in self.before:  # by now DDP has broadcast the buffers
-            buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
-            self.before[layer] = [buffer.clone() for buffer in buffers]
+            self.before[layer] = [buffer.clone() for buffer in _buffers(layer)]
         self.calls[layer] += 1
         layer.momentum = 1 / self.calls[layer]  # makes the statistics the mean over this step's micro-batches
 
@@ -102,21 +107,39 @@ class RunningStatistics:
         for layer, momentum in zip(self.layers, self.momenta):
             layer.momentum = 0.0
             if layer in self.before:
-                mean, variance, count = self.before[layer]
+                *before, count = self.before[layer]
                 factor = 1 / (1 + int(count)) if momentum is None else momentum
-                for buffer, before in ((layer.running_mean, mean), (layer.running_var, variance)):
-                    buffer.data.copy_(before.lerp(buffer, factor))  # .data: graphs hold it, but do not read it
+                self.updates += [(buffer, old.lerp(buffer, factor)) for buffer, old in zip(_buffers(layer), before)]
 
     def __exit__(self, *_: Any) -> None:
         self._remove_hooks()
         for layer, momentum in zip(self.layers, self.momenta):
             layer.momentum = momentum
-            if layer in self.before:
-                layer.num_batches_tracked.copy_(self.before[layer][2] + 1)
+            for buffer, old in zip(_buffers(layer), self.before.get(layer, ())):
+                buffer.data.copy_(old)  # .data: graphs hold it, but do not read it
+
+    @torch.no_grad()
+    def publish(self, group: dist.ProcessGroup | None = None) -> None:
+        """Store the step's statistics, or their mean over the ranks of `group`, if all are finite. Collective."""
+        if not self.updates:
+            return
+        flat = torch.cat([value.flatten() for _, value in self.updates])
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+            flat /= dist.get_world_size(group)
+        finite = flat.isfinite().all()
+        for (buffer, _), value in zip(self.updates, flat.split([value.numel() for _, value in self.updates])):
+            buffer.copy_(torch.where(finite, value.view_as(buffer), buffer))
+        for layer in self.before:
+            layer.num_batches_tracked.add_(finite)
 
     def _remove_hooks(self) -> None:
         for hook in self.hooks:
             hook.remove()
+
+
+def _buffers(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.running_mean, layer.running_var, layer.num_batches_tracked
 
 
 def running_statistics(model: nn.Module) -> list[_BatchNorm]:

@@ -215,13 +215,13 @@ class Trainer:
         """Encode all micro-batches, compute the loss once, and propagate its gradients back through the towers."""
         self.engine.train()
         self.skips.begin()
-        statistics = RunningStatistics(self.engine.module)
+        self.statistics = RunningStatistics(self.engine.module)
 
         def on_phase(phase: str) -> None:
             self.timer.mark(phase)
-            statistics.on_phase(phase)
+            self.statistics.on_phase(phase)
 
-        with statistics:
+        with self.statistics:
             output = grad_cache_step(
                 self.pixels,
                 encode=self._encode,
@@ -248,6 +248,7 @@ class Trainer:
         self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
         if applied:
             self.engine.state.update_average()
+            self.statistics.publish(self.engine.dp_group)
         self.step += 1
         self.skips.count(applied)
         return lr, tower_norms, applied

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from unittest import mock
 
@@ -197,6 +198,50 @@ def test_a_resumed_run_with_running_statistics_continues_bit_for_bit(models, dem
     states = [load_exported(tmp_path / name / "run" / "export")[0].state_dict() for name in ("whole", "stopped")]
     assert sum("running_var" in name for name in states[0]) > 5
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def fit_with_a_poisoned_step(rank, world_size, config: TrainConfig, poisoned):
+    """In step `poisoned` (from 1) an activation of one micro-batch of the last rank is NaN -> statistics per step."""
+    declare_torchvision_operators()
+    trainer, calls, statistics = new_trainer(config), [], []
+    norm = next(m for m in trainer.engine.module.modules() if isinstance(m, torch.nn.BatchNorm2d))
+
+    def poison(_, inputs):
+        calls.append(trainer.step)
+        bad = trainer.step + 1 == poisoned and rank == world_size - 1 and calls.count(trainer.step) == 1
+        return (inputs[0] * float("nan"),) if bad else None
+
+    norm.register_forward_pre_hook(poison)
+    update = trainer._update
+
+    def noted():
+        result = update()
+        values = {n: v.clone() for n, v in trainer.engine.state.buffers() if "running_" in n or "tracked" in n}
+        statistics.append((values, result[2]))
+        return result
+
+    trainer._update = noted
+    trainer.fit()
+    return statistics
+
+
+def test_running_statistics_follow_the_steps_that_are_applied(models, demo_folder, tmp_path):
+    """The step whose numbers are not finite leaves them, the next ones and a resumed run start from them."""
+    flags = {"model": f"open_clip:{models / 'resnet.json'}", "batch_size": 8, "accum_freq": 2, "save_every_n_steps": 2}
+    config = demo_config(demo_folder, tmp_path, steps=3, **flags)
+    ranks = run_ranks(fit_with_a_poisoned_step, 2, config, 2, timeout=200)
+    (first, _), (second, applied), (third, _) = ranks[0]
+    assert not applied
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(value.isfinite().all() for value in third.values())
+    assert all(torch.equal(value, ranks[1][2][0][name]) for name, value in third.items())
+    assert all(int(value) == 2 for name, value in third.items() if "tracked" in name)
+    assert sum(not torch.equal(first[name], value) for name, value in third.items()) > 5
+    (tmp_path / "run" / "summary.json").unlink()
+    for path in (tmp_path / "run" / "checkpoints").glob("step_00000003"):
+        shutil.rmtree(path)
+    resumed = run_ranks(fit_with_a_poisoned_step, 2, dataclasses.replace(config, resume="latest"), 0, timeout=200)
+    assert all(torch.equal(resumed[0][0][0][name], value) for name, value in third.items())
 
 
 def fit_from_a_tag(rank, world_size, config: TrainConfig, folder):
