@@ -146,7 +146,8 @@ class Encoders(nn.Module):
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         encoders = list(self.encoders) * (len(inputs) if len(self.encoders) == 1 else 1)
         if len(encoders) != len(inputs):
-            raise ValueError(f"{len(inputs)} inputs for {len(encoders)} encoders")
+            hint = "; a list is one input, a tuple is several" if isinstance(inputs[0], list) else ""
+            raise ValueError(f"{len(inputs)} inputs for {len(encoders)} encoders{hint}")
         outputs = [self._encode(*both, index) for index, both in enumerate(zip(encoders, inputs))]
         if len({output.shape[1] for output in outputs}) > 1:
             shapes = (f"encoder {i} ({type(encoders[i]).__name__}) {list(o.shape)}" for i, o in enumerate(outputs))
@@ -173,20 +174,31 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     """Split a batch into micro-batches of `size` rows; the last one may be smaller.
 
     Args:
-        batch: tensors [rows, ...] and lists of `rows` entries in nested tuples, lists and mappings. Numbers, strings,
-            None and 0-dim tensors are copied to every micro-batch.
+        batch: tensors and arrays [rows, ...], and lists or tuples of `rows` entries (strings, objects; in lists also
+            tensors and lists), in nested tuples, named tuples, lists and mappings, as `default_collate` gives them.
+            Other objects, numbers, strings, None and 0-dim tensors are copied to every micro-batch.
         size: rows per micro-batch.
 
     Returns:
-        Micro-batches of the same structure.
+        Micro-batches of the same structure. A list of inputs becomes a tuple, which `contrastive_step` unpacks; a tuple
+        of strings becomes a list, which is one input.
 
     Raises:
-        ValueError: no tensor or list has rows, or a tensor has a different number of rows.
+        ValueError: no tensor or list has rows, they have different numbers of rows, or several numbers are possible.
     """
-    rows = _count_rows(batch)
-    if rows is None:
+    counts = list(dict.fromkeys(_counts(batch)))
+    fitting = [count for count in counts if _fits(batch, count, outermost=True)]
+    if not counts:
         raise ValueError(f"no tensor with rows in {_describe(batch)}")
-    return [_slice(batch, slice(begin, begin + size), rows) for begin in range(0, rows, size)]
+    if len(fitting) > 1:
+        raise ValueError(
+            f"{_describe(batch)} may have {' or '.join(map(str, fitting))} rows; make its micro-batches yourself, or "
+            "give the inputs of an encoder as a tuple"
+        )
+    rows = fitting[0] if fitting else counts[0]
+    micro_batches = [_slice(batch, slice(begin, begin + size), rows) for begin in range(0, rows, size)]
+    unpacked = isinstance(batch, list) and _is_nested(batch)
+    return [tuple(micro_batch) for micro_batch in micro_batches] if unpacked else micro_batches
 
 
 def _call(module: nn.Module, given: Any) -> Any:
@@ -214,8 +226,11 @@ def _at_least_float32(value: Tensor) -> Tensor:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    if _is_array(value):
+        return f"{type(value).__name__} {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}({', '.join(map(_describe, value))})"
+        more = f", ... {len(value)} in all" if len(value) > 3 else ""
+        return f"{type(value).__name__}({', '.join(map(_describe, value[:3]))}{more})"
     return f"{type(value).__name__}({', '.join(map(str, value))})" if isinstance(value, Mapping) else repr(value)[:80]
 
 
@@ -230,27 +245,56 @@ def _note(where: str) -> Iterator[None]:
         raise
 
 
-def _count_rows(batch: Any) -> int | None:
-    """Return the rows of the first tensor with rows, else the length of the first list of strings, else None."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else None
-    if isinstance(batch, (Mapping, tuple, list)):
-        parts = list(batch.values() if isinstance(batch, Mapping) else batch)
-        found = (rows for rows in map(_count_rows, parts) if rows is not None)
-        own = len(batch) if isinstance(batch, list) and parts and isinstance(parts[0], str) else None
-        return next(found, own)
-    return None
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "ndim") and hasattr(value, "shape")
 
 
-def _slice(batch: Any, rows: slice, total: int) -> Any:
-    if isinstance(batch, Tensor):
+def _is_nested(sequence: Any) -> bool:
+    """Return whether a sequence holds inputs, or is a named tuple of them, rather than a row in each entry."""
+    kinds = (Mapping, tuple, list)
+    return hasattr(sequence, "_fields") or any(_is_array(value) or isinstance(value, kinds) for value in sequence)
+
+
+def _counts(batch: Any, *, outermost: bool = True) -> Iterator[int]:
+    """Yield the numbers of rows that the parts of a batch may have."""
+    if _is_array(batch):
+        yield from batch.shape[:1]
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _counts(part, outermost=False)
+        if isinstance(batch, (tuple, list)) and batch and not (_is_nested(batch) and outermost):
+            yield len(batch)
+
+
+def _fits(batch: Any, count: int, *, outermost: bool = False) -> bool:
+    try:
+        _slice(batch, slice(0, 1), count, outermost=outermost)
+    except ValueError:
+        return False
+    return True
+
+
+def _slice(batch: Any, rows: slice, total: int, *, outermost: bool = True) -> Any:
+    """Return these rows of a batch. Raise ValueError if a part of it has not `total` rows."""
+
+    def wrong() -> ValueError:
+        return ValueError(f"{_describe(batch)} in a batch of {total} rows; make its micro-batches yourself")
+
+    if _is_array(batch):
         if batch.ndim and len(batch) != total:
-            raise ValueError(f"{_describe(batch)} in a batch of {total} rows; make its micro-batches yourself")
+            raise wrong()
         return batch[rows] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return {key: _slice(value, rows, total) for key, value in batch.items()}
-    if isinstance(batch, list) and len(batch) == total and not isinstance(batch[0], (Tensor, Mapping, tuple, list)):
+        return {key: _slice(value, rows, total, outermost=False) for key, value in batch.items()}
+    if not isinstance(batch, (tuple, list)) or not batch:
+        return batch
+    if not _is_nested(batch):
+        if len(batch) != total:
+            raise wrong()
+        return list(batch[rows])
+    if isinstance(batch, list) and len(batch) == total and not outermost:
+        if any(True for value in batch for _ in _counts(value)) and all(_fits(value, total) for value in batch):
+            raise wrong()  # it may hold `total` inputs, or a row in each entry
         return batch[rows]
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_slice(value, rows, total) for value in batch)
-    return batch
+    parts = [_slice(value, rows, total, outermost=False) for value in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

@@ -6,6 +6,7 @@ once, under the random numbers that its rank draws, and takes the loss of all ra
 
 import random
 import sys
+from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 from infcl import Encoders, contrastive_step, inf_cl_loss, info_nce_loss, siglip_loss, split_batch
 from infcl.engine.engine import _import_deepspeed
 from tests.lib.open_clip_stub import import_transformers
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import rejected, run_ranks
 from tests.lib.step_oracle import adamw, worst_error
 
 import_transformers()
@@ -194,6 +195,128 @@ def test_three_steps_equal_those_of_one_float64_process(wrapper, world_size, nam
     assert worst_error(state, expected) < 1e-5
 
 
+# ---- parameters that only some micro-batches use ----
+
+
+class Mixed(nn.Module):
+    """A side whose last layer only some micro-batches use: an optional modality, an expert."""
+
+    def __init__(self, empty: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.documents, self.extra = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 5)
+        self.logit_scale = nn.Parameter(torch.tensor([2.0]))
+        if empty:
+            self.empty = nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, queries, documents, uses_extra):
+        queries = torch.tanh(self.queries(queries))
+        if uses_extra:
+            queries = queries + self.extra(queries)
+        return F.normalize(queries, dim=-1), F.normalize(self.documents(documents), dim=-1), self.logit_scale.exp()
+
+
+PATTERNS = ((1, 1, 1), (1, 0, 0), (0, 0, 1), (0, 0, 0), (0, 1, 0), (1, 0, 1))  # of micro-batches, per step
+
+
+def mixed_batches(step: int, rank: int, pattern):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    sides = [torch.randn(2, 4, 6, generator=generator) for _ in pattern]
+    return [(*both, uses_extra) for both, uses_extra in zip(sides, pattern)]
+
+
+def mixed_engine(options: str, **model):
+    """options: "zero<stage>" and any of "overlap" and "offload"."""
+    zero = {"stage": int(options[4]), "stage3_param_persistence_threshold": 0, "overlap_comm": "overlap" in options}
+    if "offload" in options:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    module = Mixed(**model)
+    optimizer = adamw([{"params": list(module.parameters()), "weight_decay": 0.0}])
+    return _import_deepspeed().initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def mixed_steps(rank: int, world_size: int, options: str, cached_activations: int):
+    engine, losses = mixed_engine(options), []
+    for step, pattern in enumerate(PATTERNS):
+        loss = partial(inf_cl_loss, group=dist.group.WORLD)
+        value = contrastive_step(
+            engine, mixed_batches(step, rank, pattern), loss, cached_activations=cached_activations
+        )
+        dist.all_reduce(value)
+        losses.append(float(value) / world_size)
+        engine.step()
+    with _import_deepspeed().zero.GatheredParameters(list(engine.module.parameters())):
+        return losses, {key: value.detach().float().clone() for key, value in engine.module.state_dict().items()}
+
+
+def mixed_steps_in_float64(world_size: int):
+    model, losses = Mixed().double(), []
+    optimizer = adamw([{"params": list(model.parameters()), "weight_decay": 0.0}])
+    for step, pattern in enumerate(PATTERNS):
+        batches = [batch for rank in range(world_size) for batch in mixed_batches(step, rank, pattern)]
+        outputs = [model(queries.double(), documents.double(), uses) for queries, documents, uses in batches]
+        queries, documents, scales = zip(*outputs)
+        loss = dense_loss("inf_cl", (torch.cat(queries), torch.cat(documents)), scales[0])
+        optimizer.zero_grad()
+        (loss + 0 * model.extra.weight.sum() + 0 * model.extra.bias.sum()).backward()  # unused: 0, not None
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {key: value.detach().float() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "cached_activations"),
+    [
+        ("zero0", 2, 1),
+        ("zero1", 2, 1),
+        ("zero1 overlap", 2, 1),
+        ("zero1 offload", 1, 2),
+        ("zero2", 2, 2),
+        ("zero2 offload", 2, 1),
+        ("zero2 offload", 1, 2),
+        ("zero3", 1, 1),
+        ("zero3", 2, 2),
+        ("zero3 offload", 2, 1),
+    ],
+)
+def test_a_parameter_that_some_micro_batches_use_has_the_gradient_of_those(options, world_size, cached_activations):
+    losses, state = run_ranks(mixed_steps, world_size, options, cached_activations)[0]
+    expected_losses, expected = mixed_steps_in_float64(world_size)
+    assert losses == pytest.approx(expected_losses, abs=5e-6)
+    assert worst_error(state, expected) < 1e-6
+
+
+def step_that_is_rejected(rank: int, world_size: int, options: str, empty: bool):
+    pattern = (1, 0, 0) if rank == 0 and not empty else (0, 1, 0)
+    loss = partial(inf_cl_loss, group=dist.group.WORLD)
+    engine = mixed_engine(options, empty=empty)
+    return rejected(contrastive_step, engine, mixed_batches(0, rank, pattern), loss)
+
+
+@pytest.mark.parametrize("options", ["zero2", "zero2 overlap offload"])
+def test_ranks_that_use_different_parameters_under_zero_get_an_error(options):
+    for message in run_ranks(step_that_is_rejected, 2, options, False):
+        assert "must use the same parameters on all ranks" in message
+
+
+def test_a_parameter_without_elements_is_rejected_by_name_under_zero_3():
+    for message in run_ranks(step_that_is_rejected, 2, "zero3", True):
+        assert message.startswith("empty: no elements, which ZeRO-3 cannot gather")
+
+
+def step_with_a_static_graph(rank: int, world_size: int):
+    model = nn.parallel.DistributedDataParallel(linear(), static_graph=True)
+    return rejected(contrastive_step, model, PAIRS, partial(inf_cl_loss, group=dist.group.WORLD))
+
+
+def test_a_static_graph_is_rejected():
+    assert "static_graph" in run_ranks(step_with_a_static_graph, 1)[0]
+
+
 # ---- in one process ----
 
 
@@ -212,7 +335,14 @@ class Noisy(nn.Module):
         return self.linear(values) + noise * torch.arange(4)
 
 
-def dense_clip(queries, documents, scale):
+class ZeroSide(Noisy):
+    """As Noisy, with a second output that is all zero."""
+
+    def forward(self, values):
+        return super().forward(values), 0 * self.linear(values)
+
+
+def dense_clip(queries, documents, scale=1.0):
     return dense_loss("inf_cl", (queries, documents), scale)
 
 
@@ -232,6 +362,25 @@ def test_running_statistics_move_once_by_the_mean_over_micro_batches():
     torch.testing.assert_close(encoder[1].running_mean, mean)
     torch.testing.assert_close(encoder[1].running_var, variance)
     assert encoder[1].num_batches_tracked == 1 and encoder[1].momentum == 0.3
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_running_statistics_that_are_not_finite_are_not_published(bad):
+    """Nor is any of a step that raises an error."""
+    encoder = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    micro_batches = split_batch(batch_of(6), 3)
+    contrastive_step(Encoders(encoder), micro_batches, dense_clip)
+    before = {key: value.clone() for key, value in encoder[1].state_dict().items()}
+
+    def fails(*_):
+        raise RuntimeError("no loss")
+
+    with pytest.raises(RuntimeError, match="no loss"):
+        contrastive_step(Encoders(encoder), micro_batches, fails)
+    micro_batches[bad][0][1] = float("nan")
+    contrastive_step(Encoders(encoder), micro_batches, dense_clip)
+    for key, value in encoder[1].state_dict().items():
+        assert torch.equal(value, before[key]), key
 
 
 def test_autocast_loses_no_gradient():
@@ -270,6 +419,7 @@ PAIRS = split_batch(batch_of(8), 2)
     ("model", "micro_batches", "message"),
     [
         (Encoders(Noisy("random")), PAIRS, "pass 2 gives other features than pass 1"),
+        (ZeroSide("random"), [rows for rows, _ in PAIRS], "pass 2 gives other features than pass 1"),
         (Encoders(Noisy("buffer")), PAIRS, "changes the buffer encoders.0.calls"),
         (linear(6, 6), THREE_DIMENSIONS, r"encoder 0 \(Linear\) gives a tensor \(2, 2, 6\)"),
         (returning(lambda rows: (rows,)), THREE_DIMENSIONS, r"\(Linear\) gives tuple\(a tensor \(2, 2, 6\)"),
@@ -324,11 +474,67 @@ def test_a_model_may_return_a_mapping_and_take_nested_inputs():
     torch.testing.assert_close(*gradients)
 
 
-def test_a_batch_that_has_no_common_rows_is_rejected():
-    with pytest.raises(ValueError, match="a batch of 4 rows"):
-        split_batch((torch.zeros(4, 2), torch.zeros(3, 2)), 2)
-    with pytest.raises(ValueError, match="no tensor with rows"):
-        split_batch({"x": 3}, 2)
+Pair = namedtuple("Pair", "image text")
+IMAGES, TEXTS, WORDS = torch.arange(12).view(4, 3), torch.arange(20).view(4, 5), ("a", "b", "c", "d")
+RAGGED = [torch.arange(3 * rows).view(3, rows) for rows in (1, 2, 3, 4)]  # images of different widths
+
+
+@pytest.mark.parametrize(
+    ("batch", "second"),
+    [
+        ([IMAGES, TEXTS], (IMAGES[2:], TEXTS[2:])),  # default_collate
+        ([IMAGES, WORDS], (IMAGES[2:], ["c", "d"])),  # default_collate of samples with a string
+        ([IMAGES, list(WORDS)], (IMAGES[2:], ["c", "d"])),
+        (list(WORDS), ["c", "d"]),
+        ((list(WORDS), WORDS), (["c", "d"], ["c", "d"])),
+        (Pair(IMAGES, WORDS), Pair(IMAGES[2:], ["c", "d"])),
+        ({"image": IMAGES.numpy(), "n": 3}, {"image": IMAGES.numpy()[2:], "n": 3}),
+        ((RAGGED, WORDS), (RAGGED[2:], ["c", "d"])),
+        ((IMAGES, [[1], [1, 2], [1, 2, 3], []]), (IMAGES[2:], [[1, 2, 3], []])),
+        (((IMAGES, TEXTS), [IMAGES, TEXTS], WORDS), ((IMAGES[2:], TEXTS[2:]), [IMAGES[2:], TEXTS[2:]], ["c", "d"])),
+        ((IMAGES, [{"x": row} for row in WORDS]), (IMAGES[2:], [{"x": "c"}, {"x": "d"}])),
+    ],
+)
+def test_each_kind_of_batch_is_split_by_its_rows(batch, second):
+    micro_batches = split_batch(batch, 2)
+    assert len(micro_batches) == 2
+    assert type(micro_batches[1]) is type(second)
+    assert repr(micro_batches[1]) == repr(second)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(3, 2)), "a batch of 4 rows"),
+        ((torch.zeros(4, 2), ["a", "b"]), r"list\('a', 'b'\) in a batch of 4 rows"),
+        ({"x": 3}, "no tensor with rows"),
+        (([torch.zeros(3, 2)] * 4,), "may have 3 or 4 rows"),
+        ((torch.zeros(2, 2), [torch.zeros(2, 3)] * 2), r"\) in a batch of 2 rows"),
+    ],
+)
+def test_a_batch_that_has_no_common_rows_or_several_is_rejected(batch, message):
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, 2)
+
+
+@pytest.mark.parametrize("batch", [[IMAGES / 12, TEXTS / 20], [IMAGES / 12, WORDS]])
+def test_a_batch_of_default_collate_gives_the_gradient_of_the_whole(batch):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 6)
+
+        def forward(self, words):
+            return self.table(torch.tensor(["abcd".index(word) for word in words]))
+
+    torch.manual_seed(0)
+    second = Words() if batch[1] is WORDS else nn.Linear(5, 6)
+    model, gradients = Encoders(nn.Linear(3, 6), second), []
+    for size in (1, 4):
+        contrastive_step(model, split_batch(batch, size), dense_clip)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(*gradients)
 
 
 def step_without_a_wrapper(rank: int, world_size: int):
