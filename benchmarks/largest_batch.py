@@ -232,9 +232,9 @@ class AbridgedTrainer(Trainer):
         index, self.encoded = self.encoded, self.encoded + 1
         return super()._encode(micro_batch) if self._is_real(index) else self._stand_in(micro_batch)
 
-    def _encode_again(self, micro_batch: dict, kept: dict) -> dict:
+    def _encode_again(self, micro_batch: dict) -> dict:
         index, self.replayed = self.replayed, self.replayed + 1  # cached activations are replayed first, without this
-        return super()._encode_again(micro_batch, kept) if self._is_real(index) else self._stand_in(micro_batch)
+        return super()._encode_again(micro_batch) if self._is_real(index) else self._stand_in(micro_batch)
 
     def _is_real(self, index: int) -> bool:
         """Return whether a micro-batch is encoded.

@@ -226,8 +226,7 @@ def executed_flops(
     """
     total, shares = 0.0, {"image": 1.0, "text": text_share}
     for tower, trained in trained_shares(model).items():
-        kept = model.frozen[tower] or model.keeps_trunk[tower]  # outputs of frozen blocks are cached
-        encoded = 1 + again * (trained if kept else 1)
+        encoded = 1 + again * (not model.frozen[tower])
         total += shares[tower] * forward_flops(cfg)[tower] * (encoded + trained * (2 + checkpointing))
     return total
 

@@ -20,7 +20,7 @@ REMOVED = {
     "--data-reader": "use --dataset-type streaming to read front to back; webdataset is indexed",
     "--data-timeout": "the loader waits a third of --dist-timeout",
     "--encode-micro-batches": "a larger --batch-size does the same",
-    "--frozen-trunk": "the output of frozen blocks is always kept for the second pass",
+    "--frozen-trunk": "a partly locked tower is encoded in both passes",
     "--max-failed-saves": "the fourth checkpoint in a row that cannot be written ends the run",
     "--pixel-cache": "use --pixel-cache-gb; gpu caches pixels in GPU memory",
     "--ring": "the ring is two-level where the ranks fill several nodes evenly",

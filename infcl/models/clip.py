@@ -73,7 +73,6 @@ class CLIP(TextTower):
         self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
         self.frozen = {"image": False, "text": False}  # the full tower
-        self.keeps_trunk = {"image": False, "text": False}  # in training, forward returns the frozen blocks' output
         self._image_in_eval = False
         self.register_load_state_dict_pre_hook(_reshape_scalars)
 
@@ -83,17 +82,13 @@ class CLIP(TextTower):
         texts: torch.Tensor | None = None,
         *,
         text_ends: torch.Tensor | None = None,
-        image_trunk: torch.Tensor | None = None,
-        text_trunk: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Encode images, texts or both.
 
         Args:
             images: [m, 3, S, S], uint8 pixels, or floating and normalised.
-            texts: int64 [m, L], or packed rows [r, R] (models/packing.py; not with `keeps_trunk["text"]`).
+            texts: int64 [m, L], or packed rows [r, R] (models/packing.py).
             text_ends: int64 [m], with packed rows.
-            image_trunk: output of the frozen blocks from an earlier forward; only the later layers are computed.
-            text_trunk: likewise; needs `texts` too.
 
         Returns:
             A dict with the keys that apply:
@@ -101,24 +96,14 @@ class CLIP(TextTower):
                 logit_scale: [1] f32, in log-space. The loss takes it from here and never from the module: under ZeRO-3
                     the parameter exists inside forward only.
                 logit_bias: [1] f32, if the model has one.
-                image_trunk, text_trunk: in training with `keeps_trunk`; [m, w] where only the projection is trained,
-                    else [m, tokens, w].
         """
         out = {"logit_scale": self.logit_scale.float() + 0}
         if self.logit_bias is not None:
             out["logit_bias"] = self.logit_bias.float() + 0
-        if images is not None and self.training and self.keeps_trunk["image"]:
-            out["image_trunk"] = image_trunk = self.visual(images, part="trunk")
-        if image_trunk is not None:
-            out["image_features"] = F.normalize(self.visual(image_trunk, part="head").float(), dim=-1)
-        elif images is not None:
+        if images is not None:
             out["image_features"] = F.normalize(self.visual(images).float(), dim=-1)
-        if texts is not None and text_trunk is None and self.training and self.keeps_trunk["text"]:
-            out["text_trunk"] = text_trunk = self.encode_text(texts, part="trunk")
         if texts is not None:
-            part = "all" if text_trunk is None else "head"
-            features = self.encode_text(texts, text_trunk, part=part, ends=text_ends)
-            out["text_features"] = F.normalize(features.float(), dim=-1)
+            out["text_features"] = F.normalize(self.encode_text(texts, text_ends).float(), dim=-1)
         return out
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
@@ -133,7 +118,7 @@ class CLIP(TextTower):
         visual = self.visual
         stem = [visual.conv1, visual.class_embedding, visual.positional_embedding, visual.ln_pre]
         blocks = visual.transformer
-        visual.trunk_blocks = self._lock("image", stem, blocks, visual.ln_post, visual.proj, unlocked_groups)
+        self._lock("image", stem, blocks, visual.ln_post, visual.proj, unlocked_groups)
         self._image_in_eval = unlocked_groups < len(blocks.resblocks) + 2  # the embeddings are frozen
         self.train(self.training)
 
@@ -146,13 +131,12 @@ class CLIP(TextTower):
             unlocked_layers: how many groups stay trainable.
         """
         stem = [self.token_embedding, self.positional_embedding]
-        projection = self.text_projection
-        self.text_trunk_blocks = self._lock("text", stem, self.transformer, self.ln_final, projection, unlocked_layers)
+        self._lock("text", stem, self.transformer, self.ln_final, self.text_projection, unlocked_layers)
 
     def _lock(
         self, tower: str, stem: list[Any], blocks: Transformer, norm: nn.Module, projection: nn.Parameter, unlocked: int
-    ) -> int:
-        """Freeze a tower except its last groups; return `frozen_blocks`."""
+    ) -> None:
+        """Freeze a tower except its last groups."""
         *first, last = blocks.resblocks
         groups: list[list[Any]] = [stem, *([block] for block in first), [last, norm], [projection]]
         if not 0 <= unlocked <= len(groups):
@@ -163,17 +147,8 @@ class CLIP(TextTower):
         for i, group in enumerate(groups):
             for member in group:
                 member.requires_grad_(i >= len(groups) - unlocked)
-        frozen = blocks.first_trained = frozen_blocks(len(blocks.resblocks), unlocked)
+        blocks.first_trained = frozen_blocks(len(blocks.resblocks), unlocked)
         self.frozen[tower] = unlocked == 0
-        self.keeps_trunk[tower] = unlocked == 1 or 0 < frozen <= len(blocks.resblocks)
-        return frozen
-
-    def trunk_numbers(self) -> int:
-        """Return how many numbers per sample the trunks keep between the two passes of a step."""
-        vision, text = self.cfg.vision_cfg, self.cfg.text_cfg
-        image = (1 if self.visual.trunk_blocks > vision.layers else 1 + vision.num_patches) * vision.width
-        words = (1 if self.text_trunk_blocks > text.layers else text.context_length) * text.width
-        return image * self.keeps_trunk["image"] + words * self.keeps_trunk["text"]
 
     def train(self, mode: bool = True) -> "CLIP":
         super().train(mode)
@@ -183,8 +158,8 @@ class CLIP(TextTower):
 
 
 def frozen_blocks(blocks: int, unlocked: int) -> int:
-    """Return how many leading blocks of a locked tower are frozen, plus one if the pooling is frozen too."""
-    return max(0, blocks + 1 - max(0, unlocked - 1) - (unlocked > 1))
+    """Return how many leading blocks of a locked tower are frozen."""
+    return max(0, min(blocks, blocks + 1 - unlocked))
 
 
 def _reshape_scalars(module: CLIP, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:

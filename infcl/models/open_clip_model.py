@@ -27,7 +27,6 @@ class _Trained:
 
     cfg: OpenClipConfig
     frozen: dict[str, bool]  # the full tower
-    keeps_trunk: dict[str, bool]
 
     def forward(self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Encode images, texts or both.
@@ -89,10 +88,6 @@ class _Trained:
         if trainable == sum(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"{where} has nothing left to lock: unlock fewer, or train all of it without the lock")
 
-    def trunk_numbers(self) -> int:
-        """Return 0: a locked tower keeps nothing between the two passes of a step and is encoded again."""
-        return 0
-
 
 class OpenClip(_Trained, open_clip.CLIP):
     """open_clip.CLIP, which has the text tower's parameters at the top level."""
@@ -141,7 +136,6 @@ def build_open_clip(
     model.cfg = cfg
     _check_padding(model, fields["text_cfg"])
     model.frozen = {"image": False, "text": False}
-    model.keeps_trunk = {"image": False, "text": False}
     return model
 
 

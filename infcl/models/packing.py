@@ -176,8 +176,6 @@ def why_unpackable(config: TrainConfig, model_config: CLIPConfig | OpenClipConfi
             f"the text tower of {config.model} attends to what follows a caption (no_causal_mask {cfg.no_causal_mask}, "
             f"pool_type {cfg.pool_type!r})"
         )
-    if config.lock_text:
-        return "the outputs of a locked text tower are cached caption by caption (--lock-text)"
     return ""
 
 

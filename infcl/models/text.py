@@ -45,40 +45,24 @@ class TextTower(nn.Module):
         )
         self.ln_final = LayerNorm(cfg.width)
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
-        self.text_trunk_blocks = 0  # leading blocks in the trunk; more than the tower has: the trunk includes pooling
         self.caption_positions = caption_positions  # or packing.caption_spans, for attention that takes spans
 
-    def encode_text(
-        self,
-        texts: torch.Tensor,
-        trunk: torch.Tensor | None = None,
-        *,
-        part: str = "all",
-        ends: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def encode_text(self, texts: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Encode texts. Under ZeRO-3 only forward may call this.
 
         Args:
             texts: int64 [m, L] with L <= context_length, or packed rows [r, R] (packing.pack_captions).
-            trunk: output of an earlier call with part="trunk".
-            part: "all"; or, in two calls for padded texts, "trunk" (texts -> trunk) and "head" (texts and trunk ->
-                features).
             ends: int64 [m], with packed rows.
 
         Returns:
-            Features [m, D], or the trunk.
+            Features [m, D].
         """
         if ends is not None:
             return self._encode_packed(texts, ends)
-        cut = 0 if part == "all" else self.text_trunk_blocks
-        pools_in_trunk = cut > len(self.transformer.resblocks)
-        x = self._embed_texts(texts) if trunk is None else trunk
-        if part == "trunk":
-            x = self.transformer(x, end=cut)
-            return self._pool_texts(x, texts) if pools_in_trunk else x
-        if not pools_in_trunk:
-            x = self._pool_texts(self.transformer(x, begin=cut), texts)
-        return x @ self.text_projection
+        check_length(texts, self.context_length)
+        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [m, L, w]
+        x = pool_text(self.transformer(x), texts, self.pool_type, self.eos_id)  # [m, w]
+        return self.ln_final(x) @ self.text_projection
 
     def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Encode packed rows int64 [r, R] with ends [m] to [m, D]."""
@@ -89,13 +73,6 @@ class TextTower(nn.Module):
         x = self.token_embedding(rows) + F.embedding(positions, table.to(summed)).to(table.dtype)
         x = self.transformer(x, seen=seen)  # [r, R, w]
         return self.ln_final(x.flatten(0, 1)[ends]) @ self.text_projection
-
-    def _embed_texts(self, texts: torch.Tensor) -> torch.Tensor:
-        check_length(texts, self.context_length)
-        return self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [m, L, w]
-
-    def _pool_texts(self, x: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        return self.ln_final(pool_text(x, texts, self.pool_type, self.eos_id))  # [m, w]
 
 
 class TokenEmbedding(nn.Embedding):

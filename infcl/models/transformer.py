@@ -11,7 +11,6 @@ Shapes: m samples, L tokens, w width, h heads, d = w / h.
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 class Transformer(nn.Module):
     """A stack of residual blocks: [m, L, w] -> [m, L, w] in the dtype of the input.
 
-    `forward` applies blocks `begin` to `end` (default: all). `seen` replaces the full or causal mask: bool
-    [m, 1, L, L], or any other value that the blocks' `attend` takes.
+    `seen` replaces the full or causal mask: bool [m, 1, L, L], or any other value that the blocks' `attend` takes.
 
     `gpt_init` scales the initial weights with width and depth, as OpenAI and open_clip do for the text tower. Without
     it they have torch's defaults, which open_clip keeps for the image tower.
@@ -51,13 +49,11 @@ class Transformer(nn.Module):
             for _ in range(layers)
         )
 
-    def forward(
-        self, x: torch.Tensor, begin: int = 0, end: int | None = None, seen: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         if self.on_input_gradient is not None and x.requires_grad:
             x.register_hook(self.on_input_gradient)
-        for index, block in enumerate(islice(self.resblocks, begin, end), start=begin):
+        for index, block in enumerate(self.resblocks):
             if index == self.first_trained and torch.is_grad_enabled() and not x.requires_grad:
                 # ZeRO-3 reduces a block's gradients when its input has one. Without one it reduces before they exist.
                 x = x.detach().requires_grad_()

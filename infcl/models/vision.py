@@ -50,21 +50,10 @@ class VisionTransformer(nn.Module):
         )
         self.ln_post = LayerNorm(cfg.width)
         self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
-        self.trunk_blocks = 0  # leading blocks in the trunk; more than the tower has: the trunk includes pooling
         self.add_positions = add_positions  # or a compiled one
 
-    def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
-        """Encode images. `part` splits this into two calls: "trunk" (images -> trunk), "head" (trunk -> features)."""
-        cut = 0 if part == "all" else self.trunk_blocks
-        pools_in_trunk = cut > len(self.transformer.resblocks)
-        if part != "head":
-            x = self._embed(x)
-        if part == "trunk":
-            x = self.transformer(x, end=cut)
-            return self._pool(x) if pools_in_trunk else x
-        if not pools_in_trunk:
-            x = self._pool(self.transformer(x, begin=cut))
-        return x @ self.proj
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self._pool(self.transformer(self._embed(images))) @ self.proj
 
     def _embed(self, images: torch.Tensor) -> torch.Tensor:
         if images.ndim != 4 or images.shape[1:] != (3, self.image_size, self.image_size):

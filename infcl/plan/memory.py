@@ -40,7 +40,7 @@ def memory_of(setting: Setting) -> dict[str, float]:
         buckets = min(buckets, (12.0 if setting.zero == 1 else 8.0) * setting.trainable)
     tokens = 8.0 * setting.model.text_cfg.context_length
     parts = state_bytes(setting) | {"gradient buckets": buckets, "gathered parameters": gathered_bytes(setting)}
-    parts |= graphs | {"cached data": pixels_on_device(setting) + setting.rank_batch * (tokens + setting.trunks)}
+    parts |= graphs | {"cached data": pixels_on_device(setting) + setting.rank_batch * tokens}
     parts |= _loss_of(setting)
     # Before the first backward, DeepSpeed's stages 1 and 2 have no buckets. Stage 1 has no gradients either, except the
     # FP32 sums of its BF16_Optimizer.
@@ -53,10 +53,10 @@ def memory_of(setting: Setting) -> dict[str, float]:
 def reserved_bytes(setting: Setting) -> float:
     """Return the bytes that cached activations must leave free, besides HEADROOM, parameters and optimizer.
 
-    These are gradients and a bucket of them, the loss, what a backward adds to the graphs, trunks of frozen blocks, and
-    pixels on the device or in transit.
+    These are gradients and a bucket of them, the loss, what a backward adds to the graphs, and pixels on the device or
+    in transit.
     """
-    passing = graph_bytes(setting)["backward"] + pixels_on_device(setting) + setting.rank_batch * setting.trunks
+    passing = graph_bytes(setting)["backward"] + pixels_on_device(setting)
     return 8 * setting.trainable + sum(_loss_of(setting).values()) + WORKSPACE_BYTES + passing
 
 
@@ -179,7 +179,7 @@ def _loss_of(setting: Setting) -> dict[str, float]:
     parts = loss_bytes(setting.loss, **sizes, precision=setting.precision, two_level=setting.two_level)
     others = 2.0 * (setting.rank_batch - rows) * width * 4
     parts["feature gradients"] += others
-    parts["loss"] += max(others, setting.rank_batch * setting.trunks)  # trunks are concatenated at its start
+    parts["loss"] += others
     return parts
 
 

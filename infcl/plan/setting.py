@@ -57,7 +57,6 @@ class Setting:
     counts: tuple[int, int] | None = None  # (parameters, trainable parameters) of all T ranks; None: all are trained
     moments: int = 8  # bytes of optimizer state per element: Adam's two moments
     blocks: dict[str, int] | None = None  # trained blocks of each tower, counted from the last; None: all
-    trunks: float = 0.0  # bytes per sample of the frozen blocks' output, cached between the two passes
     pixel_bytes: float = float("inf")  # limit of the cached pixels
     checkpoint: float | None = None  # bytes of the copy from which all ranks write a checkpoint; None: with moments
     on_cpu: bool = False
@@ -227,10 +226,10 @@ def setting_of_run(
     # several texts per image take the memory of one text that is longer by this factor
     cfg = cfg.with_overrides(context_length=cfg.text_cfg.context_length * flags.texts_per_image)
     parameters, trainable = (sum(column) for column in zip(*counts.values()))
-    share, locked = flags.tensor_parallel_size, locked_towers(flags, cfg)
-    replays_pixels = not locked["image"][1] and not (flags.lock_image and flags.lock_image_unlocked_groups == 0)
+    share = flags.tensor_parallel_size
+    replays_pixels = not (flags.lock_image and flags.lock_image_unlocked_groups == 0)
     limit = float("inf") if flags.pixel_cache_gb in ("auto", "gpu") else float(flags.pixel_cache_gb) * 1e9
-    setting = Setting(
+    return Setting(
         model=cfg.with_overrides(patch_dropout=0.0) if flags.lock_image else cfg,  # a locked tower drops none
         gpus=batch.dp_size * share,
         global_batch=batch.global_batch_size,
@@ -249,27 +248,17 @@ def setting_of_run(
         zero_options=spec.zero_optimization,
         counts=(parameters, trainable),
         moments=state_bytes_per_element(flags),
-        blocks={tower: trained for tower, (trained, _) in locked.items()},
+        blocks=trained_blocks(flags, cfg),
         pixel_bytes=limit if replays_pixels else 0.0,
         checkpoint=checkpoint_bytes(flags, parameters // share, trainable // share),
         on_cpu=on_cpu,
     )
-    return setting.with_(trunks=sum(locked[tower][1] * size for tower, size in setting.stream_bytes.items()))
 
 
-def locked_towers(flags: TrainConfig, cfg: CLIPConfig) -> dict[str, tuple[int, int]]:
-    """Return {"image", "text"}: what the flags leave of each tower to train, and what its trunk keeps.
-
-    The numbers are (trained blocks, counted from the last; numbers per sample that the frozen trunk keeps between the
-    passes, as CLIP.trunk_numbers).
-    """
-    vision, text, found = cfg.vision_cfg, cfg.text_cfg, {}
-    for name, locked, unlocked, tower, tokens in (
-        ("image", flags.lock_image, flags.lock_image_unlocked_groups, vision, 1 + vision.num_patches),
-        ("text", flags.lock_text, flags.lock_text_unlocked_layers, text, text.context_length),
-    ):
-        frozen = frozen_blocks(tower.layers, unlocked) if locked else 0
-        keeps = unlocked == 1 or (unlocked > 0 and 0 < frozen <= tower.layers)
-        kept = (1 if frozen > tower.layers else tokens) * tower.width if keeps else 0
-        found[name] = max(0, tower.layers - frozen), kept
-    return found
+def trained_blocks(flags: TrainConfig, cfg: CLIPConfig) -> dict[str, int]:
+    """Return {"image", "text"}: how many blocks of each tower the flags leave to train, counted from the last."""
+    image, text = cfg.vision_cfg.layers, cfg.text_cfg.layers
+    return {
+        "image": image - (frozen_blocks(image, flags.lock_image_unlocked_groups) if flags.lock_image else 0),
+        "text": text - (frozen_blocks(text, flags.lock_text_unlocked_layers) if flags.lock_text else 0),
+    }

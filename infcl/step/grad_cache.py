@@ -11,7 +11,7 @@ first. M micro-batches cost 2 M - R encodings. R = 1 costs no memory, because a 
 anyway. R = M is a step without a cache.
 
 Random states (patch dropout, dropout) are set before each encoding of a micro-batch, so pass 2 repeats pass 1 exactly.
-A frozen tower is encoded once: `encode_again` encodes only the rest, from the frozen outputs that pass 1 kept.
+A frozen tower is encoded once: `encode_again` encodes only the rest.
 
 Gradient scaling: the mean over ranks of the loss's gradients must be the exact gradient of the global loss. The
 surrogate then needs no factor under wrappers that average over ranks: DDP, FSDP, ZeRO, Megatron.
@@ -21,12 +21,11 @@ Shapes: m rows per micro-batch, M micro-batches, b = M m rows per rank, D embedd
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-Features = dict[str, torch.Tensor]  # [m, D] float features by name; scalars [1]; kept trunks "..._trunk" [m, ...]
+Features = dict[str, torch.Tensor]  # [m, D] float features by name; scalars [1]
 
 
 class MicroBatches(Protocol):
@@ -64,8 +63,8 @@ def grad_cache_step(
 
     Args:
         micro_batches: M micro-batches.
-        encode: micro-batch -> image_features and text_features [m, D] f32, logit_scale [1], optionally logit_bias [1]
-            and "..._trunk" [m, ...]; calls the engine, in train mode.
+        encode: micro-batch -> image_features and text_features [m, D] f32, logit_scale [1], optionally logit_bias
+            [1]; calls the engine, in train mode.
         loss: (image_features [b, D], text_features [t b, D], scale [1], bias [1] or None) -> [] f32, scaled as the
             module docstring says. The t texts of an image are adjacent.
         seeds: one per micro-batch.
@@ -97,7 +96,7 @@ def cached_step(
     scalar_values: Callable[[Features], Features] | None = None,
     on_phase: Callable[[str], None] = lambda phase: None,
     resident: int = 1,
-    encode_again: Callable[..., Features] | None = None,
+    encode_again: Callable[[Any], Features] | None = None,
 ) -> StepOutput:
     """Encode, compute the loss once, replay. `backward` accumulates the gradients.
 
@@ -112,8 +111,7 @@ def cached_step(
             loss uses the master values; gradients flow through the copies.
         on_phase: called with "encode", "loss" and "replay" when that phase begins.
         resident: R, the number of micro-batches that keep their graphs from pass 1; M or more means all.
-        encode_again: (micro-batch, kept) -> Features, replaces `encode` in pass 2 to skip frozen parts. `kept` has the
-            micro-batch's "..._trunk" outputs of pass 1. Features without a gradient may be missing.
+        encode_again: replaces `encode` in pass 2 to skip frozen parts. Features without a gradient may be missing.
 
     Returns:
         Loss, scalars, finite rows and replay order.
@@ -133,9 +131,7 @@ def cached_step(
     outputs += graphs
 
     on_phase("loss")
-    trunks = [name for name in outputs[-1] if name.endswith("_trunk")]
-    kept = [{name: output[name] for name in trunks} for output in outputs[:num_cached]]
-    sides = [name for name, value in outputs[-1].items() if value.ndim > 1 and name not in trunks]
+    sides = [name for name, value in outputs[-1].items() if value.ndim > 1]
     scalars = {name: value.detach() for name, value in outputs[-1].items() if value.ndim <= 1}
     if scalar_values is not None:
         scalars = scalar_values(scalars)
@@ -150,12 +146,7 @@ def cached_step(
     rows = {name: grads.pop(name).split(sizes[name]) for name in sides}
     order = [*reversed(range(num_cached, num_micro_batches)), *range(num_cached)]
     for index in order:
-        if graphs:
-            output = graphs.pop()
-        elif encode_again is None:
-            output = encode_at(index)
-        else:
-            output = encode_at(index, partial(encode_again, kept=kept[index]))
+        output = graphs.pop() if graphs else encode_at(index, encode_again or encode)
         surrogate: Any = sum((output[name] * rows[name][index]).sum() for name in sides if name in output)
         surrogate = surrogate + sum((output[name] * (grad / num_micro_batches)).sum() for name, grad in grads.items())
         del output

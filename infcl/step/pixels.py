@@ -37,7 +37,7 @@ def build_pixel_cache(
     image_size = model.cfg.vision_cfg.image_size
     rows = batch.micro_batch_size // parallel.tp_size
     images = (rows, 3, image_size, image_size)
-    replays_pixels = not (model.frozen["image"] or model.keeps_trunk["image"])
+    replays_pixels = not model.frozen["image"]
     micro_batch_bytes = 3 * image_size**2 * rows
     replayed = batch.num_micro_batches - min(resident, batch.num_micro_batches) if replays_pixels else 0
     on_gpu = config.pixel_cache_gb == "gpu"

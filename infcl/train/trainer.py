@@ -320,14 +320,12 @@ class Trainer:
     def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.engine.encode(**micro_batch)
 
-    def _encode_again(
-        self, micro_batch: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Encode with the towers that have gradients, from the frozen trunks' outputs where pass 1 kept them."""
+    def _encode_again(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Encode with the towers that have gradients."""
         frozen = self.engine.module.frozen
-        skipped = {"images": frozen["image"] or "image_trunk" in kept, "texts": frozen["text"]}
+        skipped = {"images": frozen["image"], "texts": frozen["text"]}
         given: dict[str, Any] = {name: None if skipped.get(name) else value for name, value in micro_batch.items()}
-        return self.engine.encode(**given, **kept)
+        return self.engine.encode(**given)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         self.engine.backward(surrogate, is_last)

@@ -36,9 +36,8 @@ def trainer_like(model):
         block = owner.transformer.resblocks[0]
         block.register_forward_hook(lambda *_, side=side: calls.__setitem__(side, calls[side] + 1))
 
-    def encode_again(batch, kept):
-        images = None if model.frozen["image"] or "image_trunk" in kept else batch[0]
-        return model(images, None if model.frozen["text"] else batch[1], **kept)
+    def encode_again(batch):
+        return model(None if model.frozen["image"] else batch[0], None if model.frozen["text"] else batch[1])
 
     return lambda batch: model(*batch), encode_again, calls
 
@@ -68,27 +67,27 @@ def calls_of_a_right_step(model, resident) -> dict[str, int]:
 
 @pytest.mark.parametrize("resident", [1, 3])
 @pytest.mark.parametrize(
-    ("side", "unlocked", "runs_once"),
-    [(side, unlocked, unlocked < 4) for side in ("image", "text") for unlocked in range(6)],
+    ("side", "unlocked"),
+    [(side, unlocked) for side in ("image", "text") for unlocked in range(6)],
 )
-def test_gradients_equal_those_of_the_whole_batch_and_the_frozen_blocks_run_once(side, unlocked, runs_once, resident):
+def test_gradients_equal_those_of_the_whole_batch_and_a_frozen_tower_runs_once(side, unlocked, resident):
     """Of groups: embeddings, three blocks (the last with its norm), projection; the first block is counted."""
     dropout = 0.25 if side == "text" else 0.0
     model = locked(side, unlocked, dropout)
     calls = calls_of_a_right_step(model, resident)
     twice = 2 * len(SIZES) - resident
-    assert calls[side] == (len(SIZES) if runs_once else twice)
+    assert calls[side] == (twice if unlocked else len(SIZES))
     assert calls["text" if side == "image" else "image"] == twice
 
 
 @pytest.mark.parametrize("resident", [1, 3])
-@pytest.mark.parametrize(("image", "text"), [(0, 2), (2, 0), (1, 0), (1, 1), (2, 3), (5, 1)])
+@pytest.mark.parametrize(("image", "text"), [(0, 2), (2, 0), (1, 1)])
 def test_both_towers_may_be_locked_where_groups_of_one_are_not(image, text, resident):
     model = locked("image", image)
     model.lock_text_tower(text)
     calls = calls_of_a_right_step(model, resident)
-    assert calls["text"] == len(SIZES)
-    assert calls["image"] == (len(SIZES) if image < 4 else 2 * len(SIZES) - resident)
+    twice = 2 * len(SIZES) - resident
+    assert calls == {"image": twice if image else len(SIZES), "text": twice if text else len(SIZES)}
 
 
 @pytest.mark.parametrize(("unlocked", "in_eval"), [(0, True), (1, True), (4, True), (5, False)])
@@ -97,14 +96,3 @@ def test_the_image_tower_is_in_eval_mode_while_its_embeddings_are_frozen(unlocke
     assert model.visual.training != in_eval and model.training
     images = micro_batches()[1][0]
     assert torch.equal(model(images)["image_features"], model(images)["image_features"]) == in_eval
-
-
-@pytest.mark.parametrize("side", ["image", "text"])
-@pytest.mark.parametrize("unlocked", range(6))
-def test_what_is_kept_of_a_sample_is_what_the_plan_counts(side, unlocked):
-    model = locked(side, unlocked)
-    output = model(*micro_batches()[3])
-    kept = sum(value.numel() for name, value in output.items() if name.endswith("_trunk"))
-    assert kept == 5 * model.trunk_numbers()
-    assert (kept > 0) == (unlocked in (1, 2, 3))
-    assert not any(name.endswith("_trunk") for name in model.eval()(*micro_batches()[3])), "nothing is kept to evaluate"

@@ -106,8 +106,7 @@ def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path
     flags = {"steps": 4, "force_patch_dropout": None, "ema_decay": 0.9, "eps": 1e-3} | locks
     plain = run_losses(1, config_of(demo_folder, tmp_path / "plain", model, 1, 1, **flags))
     flags |= {"sequence_parallel": True, "deepspeed_config": "ds_configs/zero3.json"}
-    if "lock_text" not in locks:
-        flags |= {"pack_captions": "on", "resident_micro_batches": "2"}
+    flags |= {"pack_captions": "on", "resident_micro_batches": "2"}
     assert run_losses(2, config_of(demo_folder, tmp_path / "split", model, 2, 1, **flags)) == pytest.approx(
         plain, rel=2e-5
     )

@@ -25,7 +25,7 @@ from infcl.plan.memory import (
     memory_of,
     state_bytes,
 )
-from infcl.plan.setting import Setting, locked_towers, parameter_counts
+from infcl.plan.setting import Setting, parameter_counts, trained_blocks
 from infcl.train.build import build_model
 from tests.lib.measured import FIRST_PART_APART
 from tests.lib.ranks import run_ranks
@@ -204,7 +204,7 @@ def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder
 
 
 @pytest.mark.parametrize("unlocked", [0, 1, 2, 3, 12, 13, 14])
-def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(demo_folder, tmp_path, unlocked):
+def test_a_partly_locked_tower_counts_as_its_trained_blocks(demo_folder, tmp_path, unlocked):
     cfg = load_model_config("ViT-B-32")
     flags = {"lock_image": True, "lock_image_unlocked_groups": unlocked}
     config = demo_config(demo_folder, tmp_path, **flags, compile_blocks="off")
@@ -212,7 +212,7 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks_and_what_it_keeps(de
         model = build_model(config, cfg)[0]
     blocks = model.visual.transformer.resblocks
     trained = sum(all(p.requires_grad for p in block.parameters()) for block in blocks)
-    assert locked_towers(config, cfg) == {"image": (trained, model.trunk_numbers()), "text": (12, 0)}
+    assert trained_blocks(config, cfg) == {"image": trained, "text": 12}
     parts = memory_of_run(cfg, BatchPlan(1, 2, 16), config, parameter_counts(model), "fp32", {})
     one = setting(cfg, micro_batch=16, precision="fp32", compiled=False)
     whole = activation_bytes(one)

@@ -99,8 +99,8 @@ def test_what_a_step_logs(demo_folder, tmp_path):
     [
         ({}, (1, 1), (3, 3), (4, 4)),
         ({"image": 0}, (0, 1), (1, 3), (1, 4)),
-        ({"image": 4}, (0.25, 1), (1.5, 3), (1.75, 4)),
-        ({"image": 1, "text": 0}, (0, 0), (1, 1), (1, 1)),
+        ({"image": 4}, (0.25, 1), (1.5, 3), (2.5, 4)),
+        ({"image": 1, "text": 0}, (0, 0), (1, 1), (2, 1)),
     ],
 )
 def test_flops_of_locked_towers_are_of_what_is_trained(locks, shares, mfu, hfu):

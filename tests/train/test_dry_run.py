@@ -31,7 +31,6 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
 def test_dry_run_rejects_what_the_run_would_reject(demo_folder, tmp_path):
     for flags, reason in (
         (["--batch-size", "4096"], "fewer than one global batch of 8192"),
-        (["--pack-captions", "on", "--lock-text"], "cached caption by caption"),
         (["--lock-text", "--lock-text-unlocked-layers", "5"], "5 unlocked groups: this tower has 3, embeddings, each"),
         (["--tile", "triton", "--device", "cpu"], "tile 'triton' needs features on a GPU"),
         (["--resume", "latst"], "--resume latst: no such folder; give latest, or "),

@@ -108,7 +108,7 @@ def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
 def test_a_locked_tower_trains_the_same_way_in_every_stage_and_resumes_in_another(
     demo_folder, tmp_path, unlocked, presets
 ):
-    """What is frozen is encoded once and kept; with one micro-batch nothing is."""
+    """A frozen tower is encoded once, a partly frozen one twice; with one micro-batch neither is encoded twice."""
     flags = {"steps": 4, "lock_image": True, "lock_image_unlocked_groups": unlocked, "force_patch_dropout": 0.5}
     uncached = run_losses(2, demo_config(demo_folder, tmp_path / "uncached", batch_size=32, accum_freq=1, **flags))
     flags |= {"batch_size": 8, "accum_freq": 4}
