@@ -5,9 +5,8 @@ projections and output biases are replicated on every rank (2-6% of the paramete
 their parameters are sharded, so the state dict keeps its names and the tower files need no change.
 
 Replicated parameters must stay equal on all tensor-parallel ranks. They start equal (same seed), and every rank
-computes their gradients from the same numbers, with two exceptions. Gradients of convolutions are averaged over the
-group, because cuDNN may sum in another order on each rank. Under sequence parallelism, gradients of the parameters
-between the sharded layers are summed, because each rank sees only its own rows.
+computes their gradients from the same numbers. Gradients of convolutions are averaged over the group, because cuDNN may
+sum in another order on each rank.
 
 Random choices (patch dropout) are drawn outside the blocks, from a generator that is seeded by the data-parallel rank,
 so tensor-parallel ranks drop the same patches.
@@ -15,65 +14,32 @@ so tensor-parallel ranks drop the same patches.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 from torch import nn
 
 from infcl.models.clip import CLIP
 from infcl.models.config import check_divides
-from infcl.models.transformer import ResidualBlock, Transformer
-from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, SampleParallelNorm, Sharing
+from infcl.models.transformer import ResidualBlock
+from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, Sharing
 from megatron_patches.split import ATTRIBUTE, Split
 
 _COUNTED = "tensor_model_parallel"  # attribute of a parameter: the norms of DeepSpeed and Megatron count every shard
 
 
-def split_towers(model: CLIP, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
+def split_towers(model: CLIP, group: dist.ProcessGroup) -> None:
     """Shard `model` in place. Call it before deepspeed.initialize.
 
     Args:
         model: full and equal on the ranks of `group`.
         group: the tensor-parallel ranks.
-        sequence_parallel: between the sharded layers, each rank keeps only 1 / T of a micro-batch's samples.
     """
     check_divides(model.cfg, dist.get_world_size(group))
-    sharing = Sharing(group, sequence_parallel)
+    sharing = Sharing(group)
     for module in model.modules():
         if isinstance(module, ResidualBlock):
             _split_block(module, sharing)
-        elif isinstance(module, Transformer) and sequence_parallel:
-            _switch(module, SampleParallelTransformer, sharing)
         elif isinstance(module, nn.Conv2d):
             for parameter in module.parameters(recurse=False):
                 _average_gradient(parameter, group)
-
-
-class SampleParallelTransformer(Transformer):
-    """[m, L, w] -> [m, L, w], replicated; between its sharded layers each rank has m / T samples.
-
-    Megatron splits its [L, m, w] along L. Here the first dimension is the sample: m is a multiple of T more often than
-    257 tokens are. Tokens of a sample interact only in attention, where each rank has all tokens.
-    """
-
-    sharing: Sharing
-
-    def forward(
-        self, x: torch.Tensor, begin: int = 0, end: int | None = None, seen: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        rows, group = len(x), self.sharing.group
-        size = dist.get_world_size(group)
-        padding = -rows % size  # needed for the last batch of an evaluation, and packed captions
-        if seen is not None:
-            padding = max(padding, 2 * size - rows)  # compiled code specialises on 1 row
-        if seen is not None and seen.dtype == torch.bool:
-            # Attention has all ranks' rows. In padding rows tokens attend to all: a softmax over none is nan.
-            seen = F.pad(seen, (0, 0, 0, 0, 0, 0, 0, padding), value=True)
-        x = scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, padding)), group=group)
-        x = super().forward(x, begin, end, seen)
-        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)[:rows]
 
 
 def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
@@ -95,9 +61,6 @@ def _split_block(block: ResidualBlock, sharing: Sharing) -> None:
     _switch(block.attn.out_proj, RowLinear, sharing)
     _switch(block.mlp.c_fc, ColumnLinear, sharing)
     _switch(block.mlp.c_proj, RowLinear, sharing)
-    if sharing.sequence_parallel:
-        _switch(block.ln_1, SampleParallelNorm, sharing)
-        _switch(block.ln_2, SampleParallelNorm, sharing)
 
 
 def _switch(module: nn.Module, parallel_class: type[nn.Module], sharing: Sharing) -> None:

@@ -183,8 +183,6 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 def _check_tensor_parallel(config: TrainConfig) -> None:
     size, rows = config.tensor_parallel_size, config.batch_size
-    if size == 1 and config.sequence_parallel:
-        raise ValueError("--sequence-parallel needs --tensor-parallel-size of 2 or more: it splits over those ranks")
     if rows and (rows < size if config.global_batch_size else rows % size):  # 0: auto
         below = rows // size * size
         raise ValueError(

@@ -247,11 +247,6 @@ class TrainConfig:
     tensor_parallel_size: int = _system(
         1, "ranks that share every layer (megatron-core); the others are data-parallel", "> 0"
     )
-    sequence_parallel: bool = _system(
-        False,
-        "also split activations between the tensor-parallel layers, to save memory; ViT-L-14 is faster with it from "
-        "--batch-size 256",
-    )
     device: str = _system("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
     dist_timeout: float = _system(
         30.0, "minutes until a hung collective stops the run (no batch: a third; a node without heartbeat: 1/45)", "> 0"

@@ -211,9 +211,8 @@ def _graphs(setting: Setting) -> dict[str, tuple[float, float]]:
 
     With activation checkpointing the forward keeps each block's input, and the backward recomputes one full block. In
     any case the backward adds the gradients of GELU and of the residual stream in one block. Tensor-parallel ranks
-    divide the activations between the linear layers that they split; with sequence parallelism they divide all. The
-    image tower also keeps its pixels, the first norm's input, and the last block's full output, of which the head takes
-    a view.
+    divide the activations between the linear layers that they split. The image tower also keeps its pixels, the first
+    norm's input, and the last block's full output, of which the head takes a view.
     """
     vision, text, width = setting.model.vision_cfg, setting.model.text_cfg, 4 if setting.precision == "fp32" else 2
     parts, size = setting.tensor_parallel, setting.micro_batch
@@ -226,10 +225,6 @@ def _graphs(setting: Setting) -> dict[str, tuple[float, float]]:
         outside = BLOCK_BYTES[setting.precision] - 24 * width / 2
         if setting.precision == "amp_bf16" and setting.compiled:
             outside -= _SPARED_BYTES[name]
-        if setting.sequence_parallel:
-            outside, stream = outside / parts, stream / parts
-            if setting.compiled:  # torch.compile keeps the rows that both column-parallel layers have gathered
-                outside += 2 * width * (1 - 1 / parts)
         block, passing = outside + inside / parts, width * (tower.mlp_ratio / parts + 2)
         kept, added = (stream, block + passing) if setting.checkpointing else (block, passing)
         numbers = size * tokens * tower.width

@@ -36,7 +36,6 @@ class Setting:
     global_batch: int
     micro_batch: int
     tensor_parallel: int = 1
-    sequence_parallel: bool = False  # with tensor_parallel > 1
     zero: int = 1
     offloads: tuple[str, ...] = ()  # state in host memory: "optimizer", "param"
     precision: str = "amp_bf16"
@@ -235,7 +234,6 @@ def setting_of_run(
         global_batch=batch.global_batch_size,
         micro_batch=batch.micro_batch_size,
         tensor_parallel=share,
-        sequence_parallel=flags.sequence_parallel,
         zero=spec.zero_stage,
         offloads=spec.offloads,
         precision=spec.precision,

@@ -35,12 +35,12 @@ GEMMS = 0.91  # share of the rate of an 8192^3 GEMM
 ATTENTION, ONE_TILE, BLOCKS = 0.4, 0.25, 0.3  # likewise: cuDNN's attention; the Triton kernels in one tile, in blocks
 TILE = 128  # tokens: cuDNN's attention computes 50 as 128, and 257 as 384
 MASKED = 2.0  # relative time of a tile of cuDNN's attention with a mask
-UNSPLIT = 0.43  # norms and residuals, which each of T ranks computes in full without sequence parallelism
+UNSPLIT = 0.43  # norms and residuals, which each of T ranks computes in full
 _WIDTH, _TOKENS = 1024, 257  # sizes at which a profile's efficiencies were measured
 # Host seconds to issue a block's forward (a backward takes two); one of a block's sums over tensor-parallel ranks (two
-# per forward, three per backward), or its swap of rows with each other rank; a block's hooks in ZeRO-3, per pass.
+# per forward, three per backward); a block's hooks in ZeRO-3, per pass.
 BLOCK_SECONDS, EAGER_BLOCK_SECONDS = 0.00047, 0.0006
-SUM_SECONDS, SWAP_SECONDS = 0.000255, 0.00076
+SUM_SECONDS = 0.000255
 HOOKS_SECONDS, HOOKS_WAIT = 0.00042, 0.00015  # time of the host, and time that GPUs wait
 SUMS_SHOW = 0.67  # share of the tensor-parallel communication that no computation hides
 LEAD_SECONDS, HOP_SECONDS = 0.0003, 0.0014  # host seconds per loss: before its first long kernel, and per hop
@@ -96,7 +96,7 @@ def tower_phases(setting: Setting) -> list[Phase]:
     if parts > 1:
         values = setting.micro_batch * sum(tokens * width * layers for tokens, width, layers, _ in _sizes(setting))
         once = 2 * (parts - 1) / parts * 2 * values / (setting.gpu.link_gbs * 1e9)  # per layer, in half precision
-        sums = 2 * _forwards(setting) + (3 if setting.sequence_parallel else 2) * micro_batches
+        sums = 2 * _forwards(setting) + 2 * micro_batches
         phases.append(Phase("tensor parallel", sums * once, (1 - SUMS_SHOW) * sums * once, "GEMMs"))
     return phases
 
@@ -124,7 +124,7 @@ def _blocks_seconds(setting: Setting) -> float:
     vision, text, parts = setting.model.vision_cfg, setting.model.text_cfg, setting.tensor_parallel
     heads = (vision.head_width, False, None), (text.width // text.heads, not text.no_causal_mask, setting.caption_row)
     rest = _rest(setting.gpu, compiled=setting.compiled)
-    rest *= 1 / parts if setting.sequence_parallel else UNSPLIT + (1 - UNSPLIT) / parts
+    rest *= UNSPLIT + (1 - UNSPLIT) / parts
     seconds = 0.0
     for (tokens, width, layers, ratio), (head, causal, row) in zip(_sizes(setting), heads):
         flops = _gemms(width, ratio) / GEMMS + _attention(setting, tokens, width, head, causal=causal, row=row)
@@ -190,8 +190,7 @@ def _host_seconds(setting: Setting) -> float:
     each = BLOCK_SECONDS if setting.compiled else EAGER_BLOCK_SECONDS
     seconds = (forwards + 2 * backwards) * each
     if setting.tensor_parallel > 1:
-        swaps = (setting.tensor_parallel - 1) * SWAP_SECONDS
-        seconds += (2 * forwards + 3 * backwards) * (swaps if setting.sequence_parallel else SUM_SECONDS)
+        seconds += (2 * forwards + 3 * backwards) * SUM_SECONDS
     if setting.zero == 3:
         seconds += (forwards + backwards) * HOOKS_SECONDS
     return setting.gpu.host_factor * blocks * seconds

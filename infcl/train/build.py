@@ -211,12 +211,12 @@ def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipCon
         return build_model(config, model_config)[0]
 
 
-def split_model(model: Towers, config: TrainConfig, parallel: Parallel) -> None:
+def split_model(model: Towers, parallel: Parallel) -> None:
     """Keep only this rank's part of the model, in place, under tensor parallelism; otherwise do nothing."""
     if parallel.tp_group is not None:
         from megatron_patches.towers import split_towers
 
-        split_towers(model, parallel.tp_group, sequence_parallel=config.sequence_parallel)
+        split_towers(model, parallel.tp_group)
 
 
 def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:

@@ -39,8 +39,7 @@ def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
     choose_attention(model, spec.flags.attention, parallel.device, _MATMUL_DTYPES[spec.precision])
     if not spec.compiles_blocks:
         return False
-    share = parallel.tp_size if spec.flags.sequence_parallel else 1  # a block then sees this rank's samples only
-    compiled = compile_blocks(model, {-(-spec.batch.micro_batch_size // share)}, packed=spec.packs_captions)
+    compiled = compile_blocks(model, {spec.batch.micro_batch_size}, packed=spec.packs_captions)
     # Tensor-parallel ranks must sum gradients in the same order, but Inductor may choose other kernels on each.
     if compiled and isinstance(model, CLIP) and spec.device == "cuda" and parallel.tp_size == 1:
         compile_embedding(model.visual, {spec.batch.micro_batch_size})

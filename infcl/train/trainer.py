@@ -93,7 +93,7 @@ class Trainer:
         seed_everything(config.seed, deterministic=config.deterministic)
         model, self.sources_of_weights = build_model(config, self.inputs.model_config)
         self.model_config = model.cfg
-        split_model(model, config, parallel)
+        split_model(model, parallel)
         self.compiled = prepare_blocks(model, self.spec, parallel)
         self.engine = Engine(model, self.spec, parallel)
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())

@@ -182,11 +182,11 @@ def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
             global_batch=row["gpus"] // row["tensor_parallel"] * row["accum_freq"] * row["batch_size"],
             micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
             compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
-            sequence_parallel=row["sequence_parallel"] == "True", pixels="device",
+            pixels="device",
             attention="auto" if row["attention"] == "triton" else "torch",
             zero_options=reductions(row),
         ))
-        for row in where(rows_of("tensor_parallel.csv"), lever="none", status="ok")
+        for row in where(rows_of("tensor_parallel.csv"), lever="none", status="ok", sequence_parallel="False")
         if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")
     ]  # fmt: skip
 

@@ -76,7 +76,7 @@ def train_steps(
 
     batch = BatchPlan(parallel.dp_size, micro_batches, MICRO_BATCH_SIZE)
     model = new_model(**model_options)
-    split_model(model, config, parallel)
+    split_model(model, parallel)
     spec = spec_of(config, parallel, batch)
     assert prepare_blocks(model, spec, parallel) == (config.compile_blocks == "on")
     engine = Engine(model, spec, parallel)

@@ -17,17 +17,13 @@ from tests.lib.tensor_parallel import LAYOUTS, LR, global_batch, layout, new_mod
 STEPS = 3
 
 
-PACKED_ROWS = {"pack_captions": "on", "sequence_parallel": True}
 OPTIONS = [  # (T, D, preset, flags)
-    (2, 2, "zero1", {"sequence_parallel": True}),
-    pytest.param(4, 1, "zero3", {"sequence_parallel": True}, marks=pytest.mark.slow),
     (2, 2, "zero1", {"pack_captions": "on"}),
-    (4, 1, "zero3", PACKED_ROWS),
-    pytest.param(2, 1, "zero3", {"sequence_parallel": True, "compile_blocks": "on"}, marks=pytest.mark.slow),
+    (4, 1, "zero3", {"pack_captions": "on"}),
+    pytest.param(2, 1, "zero3", {"compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 1, "zero1", {"compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 2, "zero2", {"compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 2, "zero1", {"compile_blocks": "on", "pack_captions": "on"}, marks=pytest.mark.slow),
-    pytest.param(2, 1, "zero1", PACKED_ROWS | {"compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 2, "zero0", {"compile_blocks": "on", "grad_checkpointing": True}, marks=pytest.mark.slow),
 ]
 
@@ -56,7 +52,7 @@ def test_three_steps_equal_the_single_process_ones(size, copies, preset):
 
 
 @pytest.mark.parametrize(("size", "copies", "preset", "flags"), OPTIONS)
-def test_sequence_parallel_packed_and_compiled_steps_equal_them_too(size, copies, preset, flags):
+def test_packed_and_compiled_steps_equal_them_too(size, copies, preset, flags):
     seconds = 480 if "compile_blocks" in flags else 120  # each rank compiles the graphs of two towers
     check(run_ranks(steps_of, size * copies, size, preset, flags, timeout=seconds), copies)
 
@@ -89,18 +85,13 @@ def fp16_flags(path, stage: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "copies", "stage", "flags"),
-    [
-        (2, 2, 1, {}),
-        pytest.param(4, 1, 2, {"sequence_parallel": True}, marks=pytest.mark.slow),
-        (2, 2, 3, {"sequence_parallel": True}),
-    ],
+    ("size", "copies", "stage"), [(2, 2, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow), (2, 2, 3)]
 )
-def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, flags, tmp_path):
+def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, tmp_path):
     """The norms, and so the clip, are those of gradients that no loss scale multiplies. Seen: 7e-3, 8e-3 of a norm
     and of a parameter's update."""
     expected_losses, expected_norms, expected_tower_norms, expected_state = oracle(copies, STEPS)
-    flags = flags | fp16_flags(tmp_path / "preset.json", stage)
+    flags = fp16_flags(tmp_path / "preset.json", stage)
     for losses, norms, tower_norms, state in run_ranks(steps_of, size * copies, size, "", flags):
         assert losses == pytest.approx(expected_losses, rel=2e-3)
         assert norms == pytest.approx(expected_norms, rel=2e-2)
@@ -121,7 +112,7 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, flags):
 
     parallel, config = layout(size), settings(preset, size, **flags)
     model, now, applied = new_model(), [], []
-    split_model(model, config, parallel)
+    split_model(model, parallel)
     for name, parameter in model.named_parameters():
         if name in POISONED.values():
             parameter.register_hook(lambda gradient, name=name: gradient * (math.nan if name in now else 1))

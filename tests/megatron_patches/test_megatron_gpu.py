@@ -32,7 +32,7 @@ RUNS = {  # of each precision, name: flags
         "T=1": {},
         "T=2": SPLIT,
         "T=2, packed captions": SPLIT | {"pack_captions": "on"},
-        "T=2, sequence parallel, ZeRO-3": SPLIT | {"sequence_parallel": True, "deepspeed_config": ZERO3},
+        "T=2, ZeRO-3": SPLIT | {"deepspeed_config": ZERO3},
     },
     "amp_bf16": {
         "T=1": {},
@@ -40,11 +40,6 @@ RUNS = {  # of each precision, name: flags
         "T=1, bf16, packed captions": BF16 | {"pack_captions": "on"},
         "T=2, bf16, compiled": SPLIT | BF16 | {"compile_blocks": "on"},  # norms' gradients are no sum over the ranks
         "T=2, bf16, compiled, packed captions": SPLIT | BF16 | {"compile_blocks": "on", "pack_captions": "on"},
-        "T=2, bf16, sequence parallel": SPLIT | BF16 | {"sequence_parallel": True},
-        "T=2, bf16, sequence parallel, compiled": SPLIT | BF16 | {"sequence_parallel": True, "compile_blocks": "on"},
-        "T=2, bf16, sequence parallel, compiled, packed captions": SPLIT
-        | BF16
-        | {"sequence_parallel": True, "compile_blocks": "on", "pack_captions": "on"},
     },
 }
 
@@ -80,7 +75,7 @@ def train(flags: dict):
     torch.manual_seed(0)
     with parallel.device:
         model = CLIP(load_model_config(MODEL))
-    split_model(model, config, parallel)
+    split_model(model, parallel)
     spec = spec_of(config, parallel, batch)
     if config.compile_blocks == "on":
         assert prepare_blocks(model, spec, parallel)

@@ -24,7 +24,7 @@ def with_layers(layers: int) -> CLIPConfig:
     return dataclasses.replace(CFG, vision_cfg=dataclasses.replace(VISION, layers=layers))
 
 
-def kept_by_four_blocks(rank, world_size, sequence_parallel):
+def kept_by_four_blocks(rank, world_size):
     """Bytes, the parameters' BF16 copies among them: by the difference of eight blocks and four.
 
     Of the image tower, whose stream is BF16, as the convolution's output, under autocast.
@@ -32,13 +32,12 @@ def kept_by_four_blocks(rank, world_size, sequence_parallel):
     from megatron_patches.towers import split_towers
 
     group, kept = layout(world_size).tp_group, []
-    rows = SAMPLES // world_size if sequence_parallel else SAMPLES
     for layers in (4, 8):
         torch.compiler.reset()
         model = CLIP(with_layers(layers)).train()
-        split_towers(model, group, sequence_parallel=sequence_parallel)
-        assert compile_blocks(model, {rows})
-        kept.append(_kept(model, torch.randn(rows, 65, VISION.width, dtype=torch.bfloat16, requires_grad=True)))
+        split_towers(model, group)
+        assert compile_blocks(model, {SAMPLES})
+        kept.append(_kept(model, torch.randn(SAMPLES, 65, VISION.width, dtype=torch.bfloat16, requires_grad=True)))
     return kept[1] - kept[0]
 
 
@@ -51,13 +50,9 @@ def _kept(model: CLIP, x: torch.Tensor) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_compiled_blocks_keep_is_planned(sequence_parallel):
+def test_what_compiled_blocks_keep_is_planned():
     sizes = {"micro_batch": SAMPLES, "tensor_parallel": 2}
-    four, eight = (
-        activation_bytes(setting(with_layers(layers), sequence_parallel=sequence_parallel, **sizes))
-        for layers in (4, 8)
-    )
+    four, eight = (activation_bytes(setting(with_layers(layers), **sizes)) for layers in (4, 8))
     copies = 4 * 2 * 12 * VISION.width**2 / 2
-    kept = run_ranks(kept_by_four_blocks, 2, sequence_parallel, timeout=600)[0]
+    kept = run_ranks(kept_by_four_blocks, 2, timeout=600)[0]
     assert kept == pytest.approx(eight - four + copies, rel=0.01)

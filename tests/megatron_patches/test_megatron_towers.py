@@ -5,13 +5,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig, load_model_config
 from infcl.models.config import check_divides
-from infcl.models.packing import longest, pack_captions
-from infcl.train.compile import compile_blocks
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import run_ranks
 from tests.lib.tensor_parallel import CFG, global_batch, layout, new_model
@@ -54,13 +51,13 @@ def test_a_split_model_gathers_to_the_state_dict_it_came_from(size):
         assert held < whole - 0.95 * blocks * (1 - 1 / size)
 
 
-def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, rows, cfg=CFG):
+def forward_backward(rank, world_size, size, checkpointing, rows, cfg=CFG):
     """float64 gradients of a fixed surrogate -> (features, whole gradients)."""
     from megatron_patches.towers import split_towers
 
     model = new_model(cfg, activation_checkpointing=checkpointing).double()
     if size > 1:
-        split_towers(model, layout(size).tp_group, sequence_parallel=sequence_parallel)
+        split_towers(model, layout(size).tp_group)
     images, texts = global_batch(rows, 5, cfg)
     features = model.visual(images.double()), model.encode_text(texts)
     generator = torch.Generator().manual_seed(6)
@@ -68,53 +65,6 @@ def forward_backward(rank, world_size, size, sequence_parallel, checkpointing, r
     # expand: a gradient that is not contiguous must be summed over the ranks all the same
     (sum((f * w).sum() for f, w in zip(features, weights)) + model.logit_scale.expand(3).sum()).backward()
     return [f.detach() for f in features], whole_values(model, lambda parameter: parameter.grad)
-
-
-def packed_features(rank, world_size, counts, compiled):
-    """Under sequence parallelism, of as many captions as each of `counts`: features and gradients compared with the
-    whole model's; rows; the first block's own rows, and its mask. And how many graphs were made on the way.
-    """
-    from megatron_patches.towers import split_towers
-
-    text, graphs = CFG.text_cfg, torch._dynamo.utils.counters["stats"]
-    whole, model, given = new_model(), new_model(), []
-    split_towers(model, layout(world_size).tp_group, sequence_parallel=True)
-    model.transformer.resblocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs))
-    if compiled:
-        with mock.patch("infcl.train.compile.ALIGNED", 1):
-            assert compile_blocks(model, {8 // world_size}, packed=True)
-    before, found = None, []
-    for count in counts:
-        texts = longest(text, count)
-        rows, ends = pack_captions(texts, text)
-        both = []
-        for features, table in (
-            (model.encode_text(rows, ends=ends), model.positional_embedding),
-            (whole.encode_text(texts), whole.positional_embedding),
-        ):
-            both += [features.detach(), *torch.autograd.grad(features.sin().sum(), table)]
-        x, mask = given.pop()
-        found.append((both, len(rows), len(x), mask))
-        before = graphs["unique_graphs"] if before is None else before
-    return found, graphs["unique_graphs"] - before
-
-
-@pytest.mark.parametrize(
-    ("size", "counts", "compiled"),
-    [
-        (2, [1, 5, 6], False),
-        (4, [9], False),
-        pytest.param(2, [5, 8, 9, 13, 14, 1], True, marks=pytest.mark.slow),
-    ],
-)
-def test_packed_rows_are_filled_up_to_two_or_more_for_each_rank(size, counts, compiled):
-    """Two captions a row. One graph serves all numbers of rows."""
-    for found, graphs in run_ranks(packed_features, size, counts, compiled, timeout=300):
-        assert graphs == 0
-        for count, ((features, gradients, *expected), rows, own, mask) in zip(counts, found, strict=True):
-            assert rows == max(2, -(-count // 2)) and own == max(2, -(-rows // size))
-            assert len(mask) == own * size and mask[rows:].all() and not mask[:rows].all()
-            torch.testing.assert_close([features, gradients], expected, rtol=1e-4, atol=1e-5)
 
 
 def drawn(seed: int, size: int) -> tuple:
@@ -132,20 +82,20 @@ def drawn(seed: int, size: int) -> tuple:
         vision_cfg=VisionConfig(image_size=patch * draw.randint(1, 4), patch_size=patch, **towers["vision"]),
         text_cfg=TextConfig(context_length=draw.randint(1, 9), vocab_size=draw.randint(2, 40), **towers["text"]),
     )
-    return size, draw.random() < 0.5, draw.random() < 0.3, draw.randint(1, 7), cfg
+    return size, draw.random() < 0.3, draw.randint(1, 7), cfg
 
 
 @pytest.mark.parametrize(
     "given",
-    [  # size, sequence_parallel, checkpointing, rows: also where the samples do not divide by T
-        *((2, False, False, 3, CFG), (4, False, True, 5, CFG), (2, True, True, 5, CFG), (4, True, False, 3, CFG)),
+    [  # size, checkpointing, rows: also where the samples do not divide by T
+        *((2, False, 3, CFG), (4, True, 5, CFG)),
         *(drawn(seed, size) for size in (2, 4) for seed in range(4)),
     ],
-    ids=lambda given: "-".join(map(str, given[:4])),
+    ids=lambda given: "-".join(map(str, given[:3])),
 )
 def test_features_and_gradients_equal_the_whole_models(given):
-    size, _, _, rows, cfg = given
-    features, gradients = forward_backward(0, 1, 1, False, False, rows, cfg=cfg)
+    size, _, rows, cfg = given
+    features, gradients = forward_backward(0, 1, 1, False, rows, cfg=cfg)
     for got_features, got_gradients in run_ranks(forward_backward, size, *given):
         for got, expected in zip(got_features, features):
             assert relative_error(got, expected) < 1e-12, given
@@ -168,7 +118,7 @@ class SentDtypes(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def autocast_dtypes(rank, world_size, sequence_parallel):
+def autocast_dtypes(rank, world_size):
     """Under autocast: [dtype of what the ranks send], and gradients compared with those of the whole model."""
     from megatron_patches.towers import split_towers
 
@@ -177,7 +127,7 @@ def autocast_dtypes(rank, world_size, sequence_parallel):
     for split in (False, True):
         model = new_model()
         if split:
-            split_towers(model, layout(world_size).tp_group, sequence_parallel=sequence_parallel)
+            split_towers(model, layout(world_size).tp_group)
         with sent:
             with torch.autocast("cpu", torch.bfloat16):
                 out = model(images, texts)
@@ -186,27 +136,17 @@ def autocast_dtypes(rank, world_size, sequence_parallel):
     return sent.dtypes, gradients
 
 
-@pytest.mark.parametrize(
-    ("sequence_parallel", "activations", "gradients"),
-    [
-        (False, 4, 0),
-        (True, 10, 4),  # each gather and each scatter; two norms and two biases
-    ],
-)
-def test_under_autocast_the_ranks_send_bfloat16_and_gradients_agree_within_its_rounding(
-    sequence_parallel, activations, gradients
-):
-    """activations, gradients (of whole parameters, float32): so many are sent for a block; and conv1's gradient."""
-    sent, (plain, split) = run_ranks(autocast_dtypes, 2, sequence_parallel)[0]
-    layers = CFG.vision_cfg.layers + CFG.text_cfg.layers
-    assert sent.count(torch.bfloat16) == activations * layers
-    assert sent.count(torch.float32) == gradients * layers + 1
+def test_under_autocast_the_ranks_send_bfloat16_and_gradients_agree_within_its_rounding():
+    """Of a block four sums of activations are sent; of float32 only conv1's gradient."""
+    sent, (plain, split) = run_ranks(autocast_dtypes, 2)[0]
+    assert sent.count(torch.bfloat16) == 4 * (CFG.vision_cfg.layers + CFG.text_cfg.layers)
+    assert sent.count(torch.float32) == 1
     for name, expected in plain.items():
         if not name.endswith("in_proj_bias"):
             assert float((split[name] - expected).norm()) <= 0.05 * float(expected.norm()), name
 
 
-def fifty_steps(rank, world_size, preset, sequence_parallel):
+def fifty_steps(rank, world_size, preset):
     """-> {name: bytes} of every parameter that is not split, after 50 steps on this rank.
 
     Convolutions add up in another order on the second rank, as cuDNN may: a bit of their gradients is another.
@@ -219,31 +159,14 @@ def fifty_steps(rank, world_size, preset, sequence_parallel):
         return model
 
     parallel = layout(2)
-    config = settings(preset, 2, sequence_parallel=sequence_parallel, lr=3e-3, grad_clip_norm=None)
+    config = settings(preset, 2, lr=3e-3, grad_clip_norm=None)
     with mock.patch("tests.lib.tensor_parallel.new_model", added_up_otherwise):
         engine, *_ = train_steps(parallel, config, 50, micro_batches=1, patch_dropout=0.25)
     values = {n: engine.state.read(p) for n, p in engine.state.parameters() if not hasattr(p, "tensor_parallel_split")}
     return {name: value.numpy().tobytes() for name, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    ("preset", "sequence_parallel"), [("zero1", True), pytest.param("zero3", False, marks=pytest.mark.slow)]
-)
-def test_replicated_parameters_stay_equal_to_the_bit_over_fifty_steps(preset, sequence_parallel):
-    first, second = run_ranks(fifty_steps, 2, preset, sequence_parallel)
+@pytest.mark.parametrize("preset", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_replicated_parameters_stay_equal_to_the_bit_over_fifty_steps(preset):
+    first, second = run_ranks(fifty_steps, 2, preset)
     assert len(first) > 30 and [name for name in first if first[name] != second[name]] == []
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_blocks_of_pass_1_and_frozen_ones_are_whole_graphs(trained):
-    """A norm whose gradients nobody wants sends none. Asking for them would break the graph."""
-    from megatron_patches.linear import SampleParallelNorm, Sharing
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    norm = SampleParallelNorm(8).requires_grad_(trained)
-    norm.sharing = Sharing(dist.group.WORLD, sequence_parallel=True)
-    compiled = torch.compile(lambda x: norm(x), backend="eager", fullgraph=True)
-    x = torch.randn(3, 8)
-    with torch.set_grad_enabled(not trained):
-        assert torch.equal(compiled(x), norm(x))
-    dist.destroy_process_group()

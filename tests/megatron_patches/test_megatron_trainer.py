@@ -105,8 +105,7 @@ def test_other_optimizers_train_and_resume_too(demo_folder, tmp_path, model, opt
 def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path, model, locks):
     flags = {"steps": 4, "force_patch_dropout": None, "ema_decay": 0.9, "eps": 1e-3} | locks
     plain = run_losses(1, config_of(demo_folder, tmp_path / "plain", model, 1, 1, **flags))
-    flags |= {"sequence_parallel": True, "deepspeed_config": "ds_configs/zero3.json"}
-    flags |= {"pack_captions": "on", "resident_micro_batches": "2"}
+    flags |= {"deepspeed_config": "ds_configs/zero3.json", "pack_captions": "on", "resident_micro_batches": "2"}
     assert run_losses(2, config_of(demo_folder, tmp_path / "split", model, 2, 1, **flags)) == pytest.approx(
         plain, rel=2e-5
     )
@@ -117,7 +116,7 @@ def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path
 
 
 def test_a_resumed_tensor_parallel_run_continues_bit_for_bit(demo_folder, tmp_path, model):
-    flags = {"steps": 6, "save_every_n_steps": 3, "sequence_parallel": True, "pack_captions": "on"}
+    flags = {"steps": 6, "save_every_n_steps": 3, "pack_captions": "on"}
     whole = run_losses(2, config_of(demo_folder, tmp_path / "whole", model, 2, 1, **flags))
     stopped = config_of(demo_folder, tmp_path / "stopped", model, 2, 1, **flags)
     run_ranks(fit, 2, stopped, 4)
@@ -129,7 +128,7 @@ def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one
     flags |= {"steps": 3, "force_patch_dropout": None}
     summaries, exports = [], []
     for size, name in ((1, "plain"), (2, "split")):
-        split = {"tensor_parallel_size": size, "sequence_parallel": size > 1, "pack_captions": "on"}
+        split = {"tensor_parallel_size": size, "pack_captions": "on"}
         run_losses(2, config_of(demo_folder, tmp_path / name, model, size, 2 // size, **flags | split))
         root = tmp_path / name / "run"
         summary = json.loads((root / "summary.json").read_text())
@@ -152,7 +151,7 @@ def test_two_hosts_that_share_layers_train_as_one_rank_does_and_are_warned_of(de
     logs = {name: tmp_path / name for name in ("one", "two")}
     one = alone(cluster_run.flags(demo_folder, logs["one"], "--model", model))
     assert one.returncode == 0, one.stderr
-    more = ("--model", model, "--tensor-parallel-size", "2", "--sequence-parallel")
+    more = ("--model", model, "--tensor-parallel-size", "2")
     with Hosts(2, folder=tmp_path / "hosts") as hosts:
         code, output = cluster_run.train(hosts, cluster_run.flags(demo_folder, logs["two"], *more))
     assert code == 0 and output.count("--tensor-parallel-size 2 shares layers between hosts") == 1, output
@@ -228,7 +227,6 @@ def test_sizes_that_do_not_fit_are_rejected_with_the_numbers(demo_folder, tmp_pa
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be greater than 0"),
         ({"tensor_parallel_size": 4, "batch_size": 9}, "does not divide --batch-size 9: .* Use 8 or 12"),
         ({"tensor_parallel_size": 4, "batch_size": 3}, "does not divide --batch-size 3: .* Use 4$"),
-        ({"sequence_parallel": True}, "--sequence-parallel needs --tensor-parallel-size"),
     ],
 )
 def test_flags_that_cannot_work_are_rejected(demo_folder, tmp_path, changes, message):

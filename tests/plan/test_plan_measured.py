@@ -134,9 +134,7 @@ def test_peaks_are_those_that_the_check_at_start_plans_from_the_flags(row):
 TENSOR_PARALLEL = [
     row
     for row in where(stored("tensor_parallel.csv"), lever="none")
-    if row["peak_gib"]
-    # Measured when rows travelled piece by piece: compiled blocks keep gathered rows now (megatron_patches/linear.py).
-    and row["sequence_parallel"] != "True"
+    if row["peak_gib"] and row["sequence_parallel"] != "True"
 ]
 
 
@@ -145,8 +143,7 @@ def test_measured_peaks_under_tensor_parallelism(row):
     size, stage = int(row["tensor_parallel"]), int(row["zero_stage"])
     config = TrainConfig(
         dataset_type="synthetic", train_num_samples=1, deepspeed_config=f"ds_configs/zero{stage}.json",
-        tensor_parallel_size=size, sequence_parallel=row["sequence_parallel"] == "True",
-        grad_checkpointing=row["checkpointing"] == "True",
+        tensor_parallel_size=size, grad_checkpointing=row["checkpointing"] == "True",
     )  # fmt: skip
     cfg, (preset, precision) = model_config(row["model"]), read_preset(config, "cuda")
     batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))

@@ -169,21 +169,20 @@ def test_a_two_level_ring_holds_beside_a_flat_one_what_is_counted(loss, precisio
         assert counted <= of_two_level - of_flat <= counted + 2 * 4 * ROWS
 
 
-def test_tensor_parallel_ranks_share_the_model_and_with_sequence_parallelism_all_activations(demo_folder, tmp_path):
+def test_tensor_parallel_ranks_share_the_model_and_what_is_inside_its_layers(demo_folder, tmp_path):
     cfg = load_model_config("ViT-bigG-14")
-    parts = {}
-    for name, flags in {
-        "plain": {}, "split": {"tensor_parallel_size": 4},
-        "sequence": {"tensor_parallel_size": 4, "sequence_parallel": True},
-    }.items():  # fmt: skip
-        config = demo_config(demo_folder, tmp_path, compile_blocks="off", **flags)  # compiled ones keep gathered rows
-        parts[name] = memory_of_run(cfg, BatchPlan(2, 1, 64), config, counts_of(cfg), "bf16", {})
-    assert parts["split"]["parameters"] == pytest.approx(parts["plain"]["parameters"] / 4, rel=1e-6)
-    vision = cfg.vision_cfg  # of the image tower pixels, the first norm's input and the last output are whole on all
-    around = 64 * 2 * (3 * vision.image_size**2 + 2 * (1 + vision.num_patches) * vision.width)
-    split, plain = (parts[name]["activations"] - around for name in ("sequence", "plain"))
-    assert split == pytest.approx(plain / 4)
-    assert parts["sequence"]["activations"] < 0.6 * parts["split"]["activations"]
+    plain, split = (
+        memory_of_run(cfg, BatchPlan(2, 1, 64), demo_config(demo_folder, tmp_path, tensor_parallel_size=size),
+                      counts_of(cfg), "bf16", {})
+        for size in (1, 4)
+    )  # fmt: skip
+    assert split["parameters"] == pytest.approx(plain["parameters"] / 4, rel=1e-6)
+    vision, text = cfg.vision_cfg, cfg.text_cfg  # q|k|v, the attention's output, before and after GELU: bf16
+    inside = sum(
+        64 * tokens * tower.width * tower.layers * (8 + 4 * tower.mlp_ratio)
+        for tower, tokens in ((vision, 1 + vision.num_patches), (text, text.context_length))
+    )
+    assert plain["activations"] - split["activations"] == pytest.approx(0.75 * inside)
 
 
 def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder, tmp_path):
@@ -245,7 +244,6 @@ def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_f
         (4, {"pixel_cache_gb": "gpu", "resident_micro_batches": "2"}, {"pixels": "device", "resident": 2}),
         (1, {"grad_checkpointing": True, "compile_blocks": "off"}, {"checkpointing": True, "compiled": False}),
         (2, {"tensor_parallel_size": 2}, {"tensor_parallel": 2}),
-        (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, {"tensor_parallel": 2, "sequence_parallel": True}),
         (2, {"loss": "open_clip"}, {"loss": "open_clip"}),
         (6, {}, {"gpus_per_node": 2}),
         (6, {"loss": "open_clip"}, {"gpus_per_node": 2, "loss": "open_clip"}),
@@ -265,7 +263,6 @@ def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, r
         zero = read_preset(of_stage, "cuda", hosts=hosts)[0]["zero_optimization"]
         where = {"ranks_of_host": gpus // hosts} if hosts > 1 else {}
         run = memory_of_run(cfg, batch, config, counts_of(cfg), precision, zero, stage=stage, **where)
-        planned.check()
         assert run == pytest.approx(memory_of(planned), rel=1e-6)
 
 
