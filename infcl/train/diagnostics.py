@@ -80,11 +80,11 @@ class SampledLoss:
     Cost: one [m, m] matmul per step, without gradient and without communication.
 
     Attributes:
-        values: [3] f32, metrics of the last call in the order of `names`; on the device, so reading does not wait.
+        values: [4] f32, metrics of the last call in the order of `names`; on the device, so reading does not wait.
     """
 
     values: torch.Tensor
-    names = ("micro_loss_image_to_text", "micro_loss_text_to_image", "micro_accuracy")
+    names = ("micro_loss_image_to_text", "micro_loss_text_to_image", "micro_accuracy", "feature_spread")
 
     def __init__(self, loss: Callable[..., torch.Tensor], rows: int):
         self.loss, self.rows = loss, min(rows, MAX_SAMPLE_ROWS)
@@ -99,10 +99,11 @@ class SampledLoss:
 def micro_batch_metrics(
     image_features: torch.Tensor, text_features: torch.Tensor, logit_scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return [loss image->text, loss text->image, accuracy] f32 of [m, D] features against each other.
+    """Return [loss image->text, loss text->image, accuracy, spread] f32 of [m, D] features against each other.
 
     The losses are softmax cross entropies of one direction, for every --loss. The accuracy is how often the partner
-    scores strictly higher than all others, averaged over both directions (a collapsed model gets 0).
+    scores strictly higher than all others, averaged over both directions (a collapsed model gets 0). The spread is the
+    variance of a tower's unit-norm features, 1 - |mean|^2, of the tower with less: 0 if its features are all equal.
     """
     with torch.autocast(image_features.device.type, enabled=False):
         logits = logit_scale.float() * (image_features.float() @ text_features.float().T)  # [m, m] f32
@@ -110,7 +111,9 @@ def micro_batch_metrics(
     others = logits.clone().fill_diagonal_(-torch.inf)
     accuracy = ((own > others.amax(1)).float().mean() + (own > others.amax(0)).float().mean()) / 2
     labels = torch.arange(len(logits), device=logits.device)
-    return torch.stack([F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels), accuracy])
+    spreads = [1 - features.float().mean(0).square().sum() for features in (image_features, text_features)]
+    losses = [F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels)]
+    return torch.stack([*losses, accuracy, torch.minimum(*spreads)])
 
 
 def duplicate_shares(ids: torch.Tensor, group: dist.ProcessGroup) -> dict[str, float]:

@@ -32,7 +32,16 @@ class MetricsWriter:
     reported. An exception would end only rank 0, and the other ranks would wait for it.
     """
 
-    def __init__(self, run: RunFolder, config: TrainConfig, *, enabled: bool, total_steps: int, samples_seen: int = 0):
+    def __init__(
+        self,
+        run: RunFolder,
+        config: TrainConfig,
+        *,
+        enabled: bool,
+        total_steps: int,
+        samples_seen: int = 0,
+        evaluations_left: Callable[[int], Mapping[str, int]] = lambda step: {},
+    ):
         self.run, self.enabled = run, enabled
         self.lost = 0
         if enabled:
@@ -42,7 +51,7 @@ class MetricsWriter:
                 self.sinks.append(TensorBoardSink(run.root, samples_seen))
             if config.report_to in ("wandb", "all"):
                 self.sinks.append(WandbSink(run.root, config.wandb_project_name))
-            self.console = Console(total_steps, config.log_every_n_steps)
+            self.console = Console(total_steps, config.log_every_n_steps, evaluations_left=evaluations_left)
             if run.metrics.read_bytes()[-1:] not in (b"", b"\n"):  # a crash cut a record off
                 self._try(self.file.write, "\n")
 
@@ -54,10 +63,14 @@ class MetricsWriter:
             for line in step.news:
                 self.say(line)
 
-    def evaluation(self, name: str, step: int, samples_seen: int, values: dict[str, float]) -> None:
+    def evaluation(
+        self, name: str, step: int, samples_seen: int, values: dict[str, float], seconds: float = 0.0
+    ) -> None:
+        """Record and print the metrics of an evaluation that took `seconds`."""
         if not self.enabled:
             return
         self._write(name, step, samples_seen, values)
+        self.console.evaluated(name, seconds)
         self.say(f"{name} at step {step}\n{aligned((key, f'{value:.4g}') for key, value in values.items())}")
 
     def evaluated_at(self, step: int) -> set[str]:
@@ -143,11 +156,27 @@ class WandbSink:
 class Console:
     """Show a progress bar on a terminal, else a line every n steps. Rank 0 only.
 
-    Both show the loss, samples/s, MFU if known, share of data wait and time left.
+    Both show the loss, samples/s, MFU if known, share of data wait and time left. The time left is that of the
+    remaining steps, and of the remaining evaluations that have run before.
+
+    Args:
+        total_steps: steps of the run.
+        log_every_n_steps: steps per line.
+        terminal: whether to show a progress bar; None: if the output is a terminal.
+        evaluations_left: step -> how often each evaluation runs after that step.
     """
 
-    def __init__(self, total_steps: int, log_every_n_steps: int, *, terminal: bool | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        log_every_n_steps: int,
+        *,
+        terminal: bool | None = None,
+        evaluations_left: Callable[[int], Mapping[str, int]] = lambda step: {},
+    ):
         self.total_steps, self.log_every_n_steps = total_steps, log_every_n_steps
+        self.evaluations_left = evaluations_left
+        self.evaluation_seconds: dict[str, float] = {}  # of the last run of each
         self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (seconds, share of data wait) per step
         self.progress = None
         self.last: float | None = None  # end of the previous step
@@ -171,7 +200,9 @@ class Console:
             parts.append(f"MFU {values['mfu']:.1%}")
         if self.recent:
             seconds, waits = (sum(column) / len(self.recent) for column in zip(*self.recent))
-            parts += [f"data wait {waits:.0%}", f"left {clock(seconds * (self.total_steps - step))}"]
+            left = seconds * (self.total_steps - step)
+            left += sum(n * self.evaluation_seconds.get(name, 0.0) for name, n in self.evaluations_left(step).items())
+            parts += [f"data wait {waits:.0%}", f"left {clock(left)}"]
         if self.progress is not None:
             self.progress.start()
             self.progress.update(self.task, completed=step, text="  ".join(parts))
@@ -179,6 +210,12 @@ class Console:
             self.shown += 1
             parts += [f"lr {values['lr']:.2e}", f"scale {values.get('logit_scale', math.nan):.1f}"]
             print(f"step {step}/{self.total_steps}", *parts, sep="  ", flush=True)
+
+    def evaluated(self, name: str, seconds: float) -> None:
+        """Take the duration of an evaluation, which is not part of the next step's time."""
+        self.evaluation_seconds[name] = seconds
+        if self.last is not None:
+            self.last += seconds
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""

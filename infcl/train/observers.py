@@ -3,6 +3,7 @@
 Stragglers and the profiler (here) add values, metrics.py writes them, finite.py and saves.py may end the run.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median_low
@@ -18,6 +19,7 @@ from infcl.step.grad_cache import StepOutput
 from infcl.step.offload import PixelCache
 
 WARM_UP_STEPS = 5  # before a profile
+COLLAPSED_STEPS, COLLAPSED_SPREAD = 20, 0.01
 
 
 @dataclass
@@ -94,6 +96,40 @@ class Stragglers:
         # the low median: of two ranks the faster one is usual
         step.values |= {"seconds_own_usual": median_low(owns), "seconds_own_slowest": max(owns)}
         step.values["slowest_rank"] = owns.index(max(owns))
+
+
+class Collapse:
+    """An observer that reports once that a run has collapsed: its loss stays at chance and its features are equal.
+
+    It looks at the losses of the sample (`SampledLoss`), which are softmax cross entropies for every --loss. Before the
+    loss was lower, steps of the warm-up do not count.
+
+    Args:
+        rows: m, the samples of the rank's sample.
+        warmup: warm-up steps.
+        advice: what the line suggests.
+    """
+
+    def __init__(self, rows: int, *, warmup: int, advice: str):
+        self.chance, self.warmup, self.advice = math.log(rows), warmup, advice
+        self.was_lower, self.in_a_row = False, 0
+
+    def after_step(self, step: Step) -> None:
+        names = ("micro_loss_image_to_text", "micro_loss_text_to_image", "feature_spread")
+        *losses, spread = (step.values.get(name) for name in names)
+        if spread is None or None in losses or self.chance == 0:
+            return
+        lowest = min(loss for loss in losses if loss is not None)
+        self.was_lower |= lowest < 0.9 * self.chance
+        at_chance = lowest > 0.99 * self.chance and spread < COLLAPSED_SPREAD
+        counts = at_chance and (self.was_lower or step.number > self.warmup)
+        self.in_a_row = self.in_a_row + 1 if counts else 0
+        if self.in_a_row == COLLAPSED_STEPS:
+            step.news.append(
+                f"collapsed: for {COLLAPSED_STEPS} steps the loss is that of guessing ({lowest:.4g} among "
+                f"{round(math.exp(self.chance)):,} samples), and all features are nearly equal (spread {spread:.2g}). "
+                f"{self.advice}"
+            )
 
 
 class StepProfiler:

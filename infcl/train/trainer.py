@@ -49,7 +49,7 @@ from infcl.train.diagnostics import (
 )
 from infcl.train.finite import Skips
 from infcl.train.metrics import MetricsWriter
-from infcl.train.observers import Observer, Step, StepProfiler, Stragglers
+from infcl.train.observers import Collapse, Observer, Step, StepProfiler, Stragglers
 from infcl.train.resident import resident_micro_batches
 from infcl.train.results import oddities, sum_reports, write_results
 from infcl.train.saves import Saves, Stopped, StopSignals
@@ -84,6 +84,8 @@ class Trainer:
         self.tasks = build_tasks(self.inputs)
         for task in self.tasks.values():
             task.check()
+        frequencies = {"retrieval": self.config.val_frequency, "zero_shot": self.config.zeroshot_frequency}
+        self.frequencies = {name: frequencies[name] for name in self.tasks}  # in epochs; 0: only at the end
         self.schedule = build_schedule(self.spec, self.loader)
         self.total_steps = self.schedule.total_steps
 
@@ -140,7 +142,13 @@ class Trainer:
         )
         encoding_waits = self.spec.zero_stage == 3 or parallel.tp_size > 1
         stragglers = Stragglers(parallel, every=config.log_every_n_steps, encoding_waits=encoding_waits)
-        self.observers: list[Observer] = [stragglers, self.profiler, self.metrics, self.skips, self.saves]
+        warmup = self.schedule.warmup
+        advice = (
+            f"Try a smaller --lr (now {config.lr:g}), a longer --warmup (now {warmup:,} steps), or start from a run "
+        )
+        advice += "at a smaller batch (--pretrained RUN)"
+        collapse = Collapse(self.sampled_loss.rows, warmup=warmup, advice=advice)
+        self.observers: list[Observer] = [stragglers, self.profiler, collapse, self.metrics, self.skips, self.saves]
 
     # ---- the loop ----
 
@@ -337,9 +345,7 @@ class Trainer:
     # ---- evaluation ----
 
     def _evaluate(self, epochs_done: int, done: Collection[str] = ()) -> None:
-        frequencies = {"retrieval": self.config.val_frequency, "zero_shot": self.config.zeroshot_frequency}
-        due = [name for name, n in frequencies.items() if name in self.tasks and n and epochs_done % n == 0]
-        due = [name for name in due if name not in done]
+        due = [name for name, n in self.frequencies.items() if n and epochs_done % n == 0 and name not in done]
         if due:
             self.checkpoints.publish()  # so that no epoch is lost if an evaluation fails or is stopped
         for name in due:
@@ -353,11 +359,23 @@ class Trainer:
         return self.engine.encode(images, **{name: value.to(self.parallel.device) for name, value in given.items()})
 
     def _run_task(self, name: str) -> dict[str, float]:
+        started = time.perf_counter()
         self.engine.train(False)
         with self.engine.showing_average() if self.config.ema_eval else contextlib.nullcontext():
             values = self.tasks[name].run(self._encode_for_evaluation, self.parallel, self.engine.scalar_values)
-        self.metrics.evaluation(name, self.step, self.samples_seen, values)
+        self.metrics.evaluation(name, self.step, self.samples_seen, values, time.perf_counter() - started)
         return values
+
+    def _evaluations_left(self, step: int) -> dict[str, int]:
+        """Return how often each evaluation runs after `step`: after full epochs that are not the last, and at the end.
+
+        An epoch's evaluation runs after its last step.
+        """
+        first, last = -(-step // self.loader.steps_per_epoch), (self.total_steps - 1) // self.loader.steps_per_epoch
+        return {
+            name: 1 + (last // n - (max(1, first) - 1) // n if n and last >= first else 0)
+            for name, n in self.frequencies.items()
+        }
 
     # ---- checkpoints and the end ----
 
@@ -372,6 +390,7 @@ class Trainer:
             enabled=self.parallel.rank == 0,
             total_steps=self.total_steps,
             samples_seen=self.samples_seen,
+            evaluations_left=self._evaluations_left,
         )
         self.timer = PhaseTimer(self.parallel.device)
         self._announce()

@@ -38,11 +38,12 @@ def test_the_sample_has_the_losses_and_the_accuracy_of_its_rows():
         return sum(max(row) == row[i] for i, row in enumerate(rows)) / len(rows)
 
     columns = [list(column) for column in zip(*logits)]
-    expected = [loss(logits), loss(columns), (accuracy(logits) + accuracy(columns)) / 2]
+    spread = min(float(x.var(0, correction=0).sum()) for x in (images, texts))
+    expected = [loss(logits), loss(columns), (accuracy(logits) + accuracy(columns)) / 2, spread]
     assert micro_batch_metrics(images, texts, scale).tolist() == pytest.approx(expected, rel=1e-5)
     assert micro_batch_metrics(torch.eye(6), torch.eye(6), scale)[2] == 1
     collapsed = torch.ones(6, 6) / math.sqrt(6)
-    assert micro_batch_metrics(collapsed, collapsed, scale)[2] == 0
+    assert micro_batch_metrics(collapsed, collapsed, scale)[2:].tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():

@@ -1,5 +1,6 @@
 """Logged steps have the slowest rank and the ranks' own seconds."""
 
+import math
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from infcl.parallel import Parallel
 from infcl.report import read_metrics
-from infcl.train.observers import Stragglers
+from infcl.train.observers import Collapse, Stragglers
 from tests.lib.collectives import collectives
 from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
@@ -34,6 +35,28 @@ def test_only_a_logged_step_communicates_and_once():
         assert counts[0] == 0 and counts[1] == 1
         assert silent == {}
         assert logged == {"seconds_own_usual": 1.0, "seconds_own_slowest": 2.0, "slowest_rank": 1}
+
+
+def collapse_reports(losses: list[float], spread: float, *, warmup: int = 5) -> list[int]:
+    """Return the steps after which a run with these losses among 64 samples is reported as collapsed."""
+    observer, reported = Collapse(64, warmup=warmup, advice="Try a smaller --lr"), []
+    for number, loss in enumerate(losses, 1):
+        values = {"micro_loss_image_to_text": loss, "micro_loss_text_to_image": loss, "feature_spread": spread}
+        step = step_done(number, values=values)
+        observer.after_step(step)
+        reported += [number] * len(step.news)
+        assert all("guessing" in line and "among 64 samples" in line and "--lr" in line for line in step.news)
+    return reported
+
+
+def test_a_collapsed_run_is_reported_once_after_twenty_steps_of_guessing():
+    chance = math.log(64)
+    assert collapse_reports([chance] * 60, 1e-4) == [25], "the warm-up's five steps do not count"
+    assert collapse_reports([2.0] + [chance] * 60, 1e-4, warmup=100) == [21], "the loss was lower before"
+    assert collapse_reports([chance] * 60, 1e-4, warmup=100) == []
+    assert collapse_reports([chance] * 60, 0.5) == [], "the features differ: it has not learned yet"
+    assert collapse_reports([2.0] * 60, 1e-4) == []
+    assert collapse_reports([chance] * 15 + [2.0] + [chance] * 15, 1e-4) == []
 
 
 def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> None:
