@@ -29,6 +29,7 @@ OTHERS = {
     "official_open_clip": "open_clip's ClipLoss, from --open-clip-loss",
     "info_nce": "queries against twice as many documents; b queries",
     "nt_xent": "two views of b / 2 samples: a b x b matrix",
+    "hard_negatives": "inf_cl with one hard-negative caption per image",
     **{
         f"{loss}_{duplicates}": f"{loss} with image ids, five samples each, duplicates={duplicates!r}"
         for loss in TILED
@@ -77,6 +78,11 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
             scale,
             group=group,
             **options,
+        )
+    if name == "hard_negatives":
+        with_captions = ContrastiveLoss("inf_cl", group=group, captions=1, **options)
+        return lambda images, texts, scale, bias: with_captions(
+            images, torch.stack([texts, texts.detach().roll(1, 1)], 1).flatten(0, 1), scale
         )
     if name == "nt_xent":
 

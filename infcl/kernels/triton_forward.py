@@ -58,8 +58,8 @@ def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
 def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Return partial sums over the tiles: of rows [m, r] and of columns [n, c].
 
-    Columns are processed in chunks whose partial sums [column blocks, r] fit into the workspace. m is the number of
-    column blocks or, if there are several chunks, of chunks.
+    Columns are processed in chunks. The partial sums of a chunk, [column blocks, r] and [splits, columns], each fit
+    into the workspace, or have one block or split. With several chunks they are summed after each one: m = n = 1.
     """
     rows, columns, groups = blocks.rows, blocks.columns, blocks.groups
     launch = launch_options(_LAUNCH, blocks)
@@ -68,10 +68,16 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
     row_tiles, column_tiles = triton.cdiv(num_rows, launch["BLOCK_M"]), triton.cdiv(num_columns, launch["BLOCK_N"])
     chunk_tiles = max(1, min(column_tiles, blocks.workspace_bytes // (4 * num_rows)))
     chunks = triton.cdiv(column_tiles, chunk_tiles)
-    splits = row_splits(row_tiles, chunk_tiles, multiprocessors(rows.device))
+    width = min(num_columns, chunk_tiles * launch["BLOCK_N"])
+    splits = row_splits(
+        row_tiles, chunk_tiles, multiprocessors(rows.device), most=max(1, blocks.workspace_bytes // (4 * width))
+    )
     row_partial = rows.new_empty(chunk_tiles, num_rows, dtype=torch.float32)
-    chunk_sums = rows.new_empty(chunks, num_rows, dtype=torch.float32) if chunks > 1 else None
-    col_partial = rows.new_empty(splits, num_columns, dtype=torch.float32)
+    col_partial = rows.new_empty(splits, width, dtype=torch.float32)
+    row_sums, col_sums = row_partial, col_partial
+    if chunks > 1:
+        row_sums = rows.new_zeros(1, num_rows, dtype=torch.float64)  # thousands of chunks are added one by one
+        col_sums = rows.new_empty(1, num_columns, dtype=torch.float32)
     rows_desc = TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]])
     columns_desc = TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]])
     for first in range(0, column_tiles, chunk_tiles):
@@ -86,6 +92,7 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
             *ids_of(groups, blocks.scale),
             num_rows,
             num_columns,
+            width,
             first,
             splits,
             triton.cdiv(row_tiles, splits),
@@ -95,27 +102,32 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
             GROUPED=0 if groups is None else len(groups.rows),
             **launch,
         )
-        if chunk_sums is not None:
-            torch.sum(row_partial[:tiles], 0, out=chunk_sums[first // chunk_tiles])
-    return row_partial if chunk_sums is None else chunk_sums, col_partial
+        if chunks > 1:
+            row_sums += row_partial[:tiles].sum(0)
+            done = col_sums[0, first * launch["BLOCK_N"] :][:width]
+            torch.sum(col_partial[:, : len(done)], 0, out=done)
+    return row_sums.float(), col_sums
 
 
 @triton.jit(
-    do_not_specialize=["row_stride", "col_stride", "num_rows", "num_columns", "first_block", "splits", "split_tiles"]
-)
+    do_not_specialize=[
+        "row_stride", "col_stride", "num_rows", "num_columns", "chunk_columns", "first_block", "splits", "split_tiles"
+    ]
+)  # fmt: skip
 def _tile_sums_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
     scale_ptr,  # f32, read
     reference_ptr,  # f32, read
     row_partial_ptr,  # f32 [column blocks of this launch, r], written
-    col_partial_ptr,  # f32 [splits, c], written
+    col_partial_ptr,  # f32 [splits, columns of this launch], written
     row_ids_ptr,  # i32 [GROUPED, r], read
     row_stride,  # elements between kinds of ids
     col_ids_ptr,  # i32 [GROUPED, c], read
     col_stride,
     num_rows,
     num_columns,
+    chunk_columns,  # stride of the columns' partial sums
     first_block,  # first column block of this launch
     splits,
     split_tiles,  # row tiles per split
@@ -166,7 +178,8 @@ def _tile_sums_kernel(
         tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
         col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
     total = tl.sum(tl.sum(col_sums, 1), 0)
-    tl.store(col_partial_ptr + split.to(tl.int64) * num_columns + columns, total, mask=columns < num_columns)
+    col_partial_ptr += split.to(tl.int64) * chunk_columns + block * BLOCK_N
+    tl.store(col_partial_ptr + tl.arange(0, BLOCK_N), total, mask=columns < num_columns)
 
 
 def _repair(blocks: Blocks, row_lse: Tensor, col_lse: Tensor) -> None:

@@ -84,8 +84,8 @@ def same_kind(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns):
 
 
 @cache
-def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
-    """Return the number of programs that share a column block, enough to fill the GPU evenly.
+def row_splits(row_tiles: int, column_tiles: int, processors: int, most: int) -> int:
+    """Return the number of programs that share a column block, at most `most`, enough to fill the GPU evenly.
 
     Prefers up to four if the cost is within 3%: fewer column blocks are then in use at a time and stay in the L2 cache.
     """
@@ -94,7 +94,7 @@ def row_splits(row_tiles: int, column_tiles: int, processors: int) -> int:
         """Return the tiles on the longest chain of programs; the start of a program costs a third of a tile."""
         return triton.cdiv(column_tiles * splits, processors) * (triton.cdiv(row_tiles, splits) + 0.33)
 
-    candidates = range(1, min(row_tiles, 2 * processors) + 1)
+    candidates = range(1, min(row_tiles, 2 * processors, most) + 1)
     best = min(candidates, key=cost)
     return max((s for s in candidates if s <= 4 and cost(s) <= 1.03 * cost(best)), default=best)
 

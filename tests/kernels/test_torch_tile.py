@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from infcl.kernels import select_tile, torch_tile
 from infcl.kernels.torch_tile import Blocks, Gradients
+from tests.lib.live_bytes import TILED_LOSSES, require_constant_bytes_per_row
 
 
 def _block(rows, columns, dim=24):
@@ -81,6 +82,11 @@ def test_nothing_larger_than_features_or_workspace_is_made():
             statistics = torch_tile.softmax_forward(blocks)
             torch_tile.softmax_backward(blocks, *statistics, Gradients(*map(torch.zeros_like, blocks[:3])))
         assert largest.elements <= max(rows * 16, 32 * 32)
+
+
+@pytest.mark.parametrize("name", TILED_LOSSES)
+def test_bytes_per_row_are_constant(name):
+    require_constant_bytes_per_row(name, "torch")
 
 
 def test_a_tile_keeps_the_features_precision_by_default():

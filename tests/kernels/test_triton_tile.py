@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from infcl.kernels import select_tile, torch_tile
 from infcl.kernels.torch_tile import Blocks, Gradients
 from infcl.loss.inputs import rounded_to_tf32
 from tests.lib.checkout import ROOT
+from tests.lib.live_bytes import TILED_LOSSES, require_constant_bytes_per_row
 from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
 
 SHAPES = ((1, 1, 24), (33, 70, 25), (150, 300, 40))
@@ -212,6 +214,16 @@ def check_results_are_bitwise_repeatable(device):
     for case in cases:
         first, *others = (evaluate(case, device=device, tile="triton") for _ in range(calls))
         assert all(torch.equal(a, b) for again in others for a, b in zip(first, again)), case
+
+
+def check_bytes_per_row_are_constant(device):
+    """With the launches of a GPU of 132 multiprocessors, whose programs share columns."""
+    with (
+        mock.patch("infcl.kernels.triton_forward.multiprocessors", return_value=132),
+        mock.patch("infcl.kernels.triton_backward.multiprocessors", return_value=132),
+    ):
+        for name in TILED_LOSSES:
+            require_constant_bytes_per_row(name, "triton", device)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -7,9 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.rows import rows as rows_of
 from infcl.config import BatchPlan, TrainConfig
@@ -27,6 +24,7 @@ from infcl.plan.memory import (
 )
 from infcl.plan.setting import Setting, parameter_counts, trained_blocks
 from infcl.train.build import build_model
+from tests.lib.live_bytes import LiveBytes
 from tests.lib.measured import FIRST_PART_APART
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
@@ -119,25 +117,6 @@ def test_a_ring_holds_what_was_measured_around_one():
 
 
 ROWS, WIDTH = 256, 64
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors made under it that are there at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.there: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
-        result = function(*arguments, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.there[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.there = {key: held for key, held in self.there.items() if not held[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.there.values()))
-        return result
 
 
 def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring):
