@@ -8,7 +8,7 @@
     DIR/train/attribution-*.tar    CC-BY, OFL, MPL, BSD, Unlicense
     DIR/val/00000.tar              the held-out sets, each name once, for retrieval
     DIR/zeroshot/SET/              one held-out set: its names are the classes
-    DIR/tokenizer.model            sentencepiece, 8,000 pieces, learned from the captions of train
+    DIR/tokenizer.model            sentencepiece, learned from the captions of train
     DIR/manifest.json              sets, licences, authors, counts; written last
 
 Whole sets are held out, so the scores measure generalisation to another hand. Sets that share their drawings with a
@@ -36,7 +36,6 @@ from infcl.data.tokenizer.learn import train_tokenizer
 HELD_OUT = {"carbon": "lines", "vaadin": "filled", "fluent-emoji-flat": "emoji in colour"}
 LEFT_OUT = ("fluent-emoji", "fluent-emoji-high-contrast")  # the drawings of fluent-emoji-flat in other styles
 SKIN_TONES = ("-light", "-medium-light", "-medium", "-medium-dark", "-dark")  # of emoji: five copies of a drawing
-VOCAB_SIZE = 8000
 PER_SHARD = 4096
 SEED = 0
 
@@ -49,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", type=Path, help="only write the SVG bodies of all sets to this .jsonl.xz file")
     parser.add_argument("--sets", nargs="+", default=[], help="only these sets, with the held-out ones")
     parser.add_argument("--limit", type=int, help="at most so many training icons, chosen at random")
+    parser.add_argument("--vocab-size", type=int, default=8000, help="pieces of the tokenizer [8000]")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that render [all cores]")
     args = parser.parse_args(arguments)
     if (args.out is None) == (args.save is None):
@@ -59,12 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             save_icons(args.save, sets, icons)
             print(f"{args.save}: {len(icons):,} icons of {len(sets)} sets, {args.save.stat().st_size / 1e6:.1f} MB")
         else:
-            build(args.out, sets, icons, limit=args.limit, workers=args.workers)
+            build(args.out, sets, icons, limit=args.limit, workers=args.workers, vocab_size=args.vocab_size)
     except (OSError, ValueError) as error:
         sys.exit(f"build.py: {error}")
 
 
-def build(folder: Path, sets: dict[str, IconSet], icons: list[Icon], *, limit: int | None, workers: int) -> None:
+def build(
+    folder: Path, sets: dict[str, IconSet], icons: list[Icon], *, limit: int | None, workers: int, vocab_size: int
+) -> None:
     """Render all icons and write the data set. Raises ValueError if `folder` exists."""
     if folder.exists():
         raise ValueError(f"{folder} exists: remove it, or give another --out")
@@ -76,22 +78,23 @@ def build(folder: Path, sets: dict[str, IconSet], icons: list[Icon], *, limit: i
     free = [icon for icon in train if sets[icon.prefix].license in FREE]
     others = [icon for icon in train if sets[icon.prefix].license in ATTRIBUTION]
     try:
-        counts: Counter[str] = Counter()
+        written: list[tuple[str, str]] = []  # (set, caption)
         with Pool(workers) as pool:
             for name, part in (("free", free), ("attribution", others)):
                 jobs = _shards(temporary / "train", name, part)
                 write = partial(_write, licences={p: info.license for p, info in sets.items()})
-                for done, count in enumerate(pool.imap_unordered(write, jobs), 1):
-                    counts += count
-                    print(f"\r{name}: {done} shards, {counts.total():,} icons", end="", flush=True)
+                for done, pairs in enumerate(pool.imap_unordered(write, jobs), 1):
+                    written += pairs
+                    print(f"\r{name}: {done} shards, {len(written):,} icons", end="", flush=True)
                 print()
             pictures = {prefix: pool.map(render, candidates, chunksize=64) for prefix, candidates in held.items()}
         visible = [
             (icon, jpg) for prefix in held for icon, jpg in zip(held[prefix], pictures[prefix]) if jpg is not None
         ]
-        counts += _write_held_out(temporary, visible, seen={icon.caption for icon in train})
-        train_tokenizer(_captions(train), temporary / "tokenizer.model", VOCAB_SIZE if len(train) > 50000 else 2000)
-        manifest = _manifest(sets, counts, train)
+        names = Counter(caption for _, caption in written)
+        counts = _write_held_out(temporary, visible, seen=set(names)) + Counter(prefix for prefix, _ in written)
+        train_tokenizer(_captions(train), temporary / "tokenizer.model", vocab_size)
+        manifest = _manifest(sets, counts, names)
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         os.replace(temporary, folder)
     finally:
@@ -106,19 +109,19 @@ def _shards(folder: Path, name: str, icons: list[Icon]) -> Iterator[tuple[Path, 
         yield folder / f"{name}-{number:05d}.tar", icons[start : start + PER_SHARD]
 
 
-def _write(job: tuple[Path, list[Icon]], licences: dict[str, str]) -> Counter[str]:
-    """Render one shard. Return the number of icons written per set; invisible ones are left out."""
+def _write(job: tuple[Path, list[Icon]], licences: dict[str, str]) -> list[tuple[str, str]]:
+    """Render one shard. Return set and caption of the icons in it; invisible ones are left out."""
     path, icons = job
-    counts: Counter[str] = Counter()
+    written = []
 
     def samples() -> Iterator[dict[str, bytes]]:
         for icon in icons:
             if (jpg := render(icon)) is not None:
-                counts[icon.prefix] += 1
+                written.append((icon.prefix, icon.caption))
                 yield _sample(icon, jpg, license=licences[icon.prefix])
 
     write_shard(path, samples())
-    return counts
+    return written
 
 
 def _sample(icon: Icon, jpg: bytes, **metadata: object) -> dict[str, bytes]:
@@ -148,7 +151,10 @@ def _write_held_out(folder: Path, visible: list[tuple[Icon, bytes]], seen: set[s
 
 def _unique(icons: list[Icon]) -> list[Icon]:
     """Return the first icon of each caption."""
-    return list({icon.caption: icon for icon in reversed(icons)}.values())[::-1]
+    first: dict[str, Icon] = {}
+    for icon in icons:
+        first.setdefault(icon.caption, icon)
+    return list(first.values())
 
 
 def _captions(icons: list[Icon]) -> Iterator[str]:
@@ -156,14 +162,13 @@ def _captions(icons: list[Icon]) -> Iterator[str]:
         yield from (icon.caption, *icon.texts)
 
 
-def _manifest(sets: dict[str, IconSet], counts: Counter[str], train: list[Icon]) -> dict:
-    names = Counter(icon.caption for icon in train)
+def _manifest(sets: dict[str, IconSet], counts: Counter[str], names: Counter[str]) -> dict:
     return {
         "size": SIZE,
         "held_out": HELD_OUT,
-        "train_icons": sum(count for prefix, count in counts.items() if prefix not in HELD_OUT),
+        "train_icons": names.total(),
         "names": len(names),
-        "share_of_shared_names": sum(count for count in names.values() if count > 1) / len(train),
+        "share_of_shared_names": sum(count for count in names.values() if count > 1) / names.total(),
         "sets": [sets[prefix]._asdict() | {"icons": count} for prefix, count in sorted(counts.items())],
     }
 

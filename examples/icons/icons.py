@@ -51,17 +51,23 @@ def words(name: str) -> str:
 
 
 def read_source(
-    source: Path, *, emoji: Path | None = None, only: Sequence[str] = (), licences: Sequence[str] = FREE + ATTRIBUTION
+    source: Path,
+    *,
+    emoji: Path | None = None,
+    only: Sequence[str] = (),
+    licences: Sequence[str] | None = FREE + ATTRIBUTION,
+    max_body: int = MAX_BODY,
 ) -> tuple[dict[str, IconSet], list[Icon]]:
     """Read all icons of a package, or of a file of `save_icons`.
 
-    Hidden and animated icons, bodies of MAX_BODY characters and more, and sets under other licences are left out.
+    Hidden and animated icons, and bodies of `max_body` characters and more, are left out.
 
     Args:
         source: the package folder or file.
         emoji: folder of emojibase-data, for the keywords of emoji. A file of `save_icons` contains them.
         only: prefixes of the sets to read; empty: all.
-        licences: SPDX identifiers of the sets to read.
+        licences: SPDX identifiers of the sets to read; None: all.
+        max_body: characters of SVG.
 
     Returns:
         The sets by their prefix, and the icons in the order of the source.
@@ -69,18 +75,22 @@ def read_source(
     Raises:
         ValueError: the source is no such package.
     """
+
+    def is_wanted(origin: IconSet) -> bool:
+        return (licences is None or origin.license in licences) and (not only or origin.prefix in only)
+
     if source.is_file():
         sets, icons = load_icons(source)
     else:
         keywords = emoji_keywords(emoji) if emoji else {}
         sets, icons = {}, []
-        for info, content in _packages(source):
-            sets[info.prefix] = info
-            if info.license in licences and (not only or info.prefix in only):
-                icons += _icons_of(info.prefix, content, keywords)
-    chosen = {p: info for p, info in sets.items() if info.license in licences and (not only or p in only)}
-    if not (icons := [icon for icon in icons if icon.prefix in chosen]):
-        raise ValueError(f"{source}: no icons{' of ' + ', '.join(only) if only else ''} under {', '.join(licences)}")
+        for origin, path in _packages(source):
+            sets[origin.prefix] = origin
+            if is_wanted(origin):
+                icons += _icons_of(origin.prefix, json.loads(path.read_text(encoding="utf-8")), keywords)
+    chosen = {prefix: origin for prefix, origin in sets.items() if is_wanted(origin)}
+    if not (icons := [icon for icon in icons if icon.prefix in chosen and len(icon.body) < max_body]):
+        raise ValueError(f"{source}: no icons{' of ' + ', '.join(only) if only else ''} that may be used")
     return chosen, icons
 
 
@@ -146,8 +156,8 @@ def emoji_keywords(folder: Path, language: str = "en") -> dict[str, str]:
     return {entry["label"].lower(): " ".join(entry["tags"]) for entry in entries if entry.get("tags")}
 
 
-def _packages(folder: Path) -> Iterator[tuple[IconSet, dict]]:
-    """Yield the sets of a package folder with their parsed JSON file."""
+def _packages(folder: Path) -> Iterator[tuple[IconSet, Path]]:
+    """Yield the sets of a package folder with their JSON file."""
     if (folder / "collections.json").is_file():
         with open(folder / "collections.json", encoding="utf-8") as file:
             listed = json.load(file)
@@ -163,8 +173,7 @@ def _packages(folder: Path) -> Iterator[tuple[IconSet, dict]]:
         origin = IconSet(
             prefix, info["name"], author["name"], author.get("url", ""), license.get("spdx", ""), bool(info["palette"])
         )
-        with open(path, encoding="utf-8") as file:
-            yield origin, json.load(file)
+        yield origin, path
 
 
 def _icons_of(prefix: str, content: dict, keywords: dict[str, str]) -> Iterator[Icon]:
@@ -182,7 +191,7 @@ def _icons_of(prefix: str, content: dict, keywords: dict[str, str]) -> Iterator[
             aliases.setdefault(parent, []).append(words(alias))
     for name, entry in content["icons"].items():
         body = entry["body"]
-        if entry.get("hidden") or len(body) >= MAX_BODY or "<animate" in body or "<set " in body:
+        if entry.get("hidden") or "<animate" in body or "<set " in body:
             continue
         left, top, width, height = (
             entry.get(side, content.get(side, default))

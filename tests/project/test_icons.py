@@ -1,0 +1,97 @@
+"""The icons example: its data set and its search page, from a small package of five sets."""
+
+import importlib
+import json
+import sys
+import tarfile
+
+import pytest
+import torch
+
+from infcl.convert.export import export_model
+from infcl.models import CLIP, load_any_config
+from tests.lib.checkout import ROOT
+
+LICENCES = {
+    "carbon": "Apache-2.0", "vaadin": "Apache-2.0", "fluent-emoji-flat": "MIT", "fluent-emoji": "MIT", "free": "MIT",
+    "by": "CC-BY-4.0", "closed": "CC-BY-NC-4.0",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def icons():
+    """The modules of the example."""
+    folder = str(ROOT / "examples" / "icons")
+    sys.path.insert(0, folder)
+    yield {name: importlib.import_module(name) for name in ("icons", "build", "search")}
+    sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A folder in the layout of @iconify/json. Every set has a circle, a square and an invisible icon."""
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "json").mkdir()
+    listed = {}
+    for number, (prefix, license) in enumerate(LICENCES.items()):
+        drawn = {
+            "circle": {"body": f'<circle cx="12" cy="12" r="{4 + number}" fill="currentColor"/>'},
+            f"square-{number}": {"body": f'<path fill="#f00" d="M2 2h{9 + number}v9H2z"/>'},
+            "nothing": {"body": "<g/>"},
+            "old": {"body": "<circle r='9'/>", "hidden": True},
+            "waving": {"body": "<circle r='9'><animate attributeName='r'/></circle>"},
+        }
+        aliases = {"disc": {"parent": "circle"}, "turned": {"parent": "circle", "rotate": 1}, "o": {"parent": "disc"}}
+        content = {"prefix": prefix, "icons": drawn, "aliases": aliases, "width": 24, "height": 24}
+        (folder / "json" / f"{prefix}.json").write_text(json.dumps(content))
+        listed[prefix] = {"name": prefix, "author": {"name": "a"}, "license": {"spdx": license}, "palette": False}
+    (folder / "collections.json").write_text(json.dumps(listed))
+    return folder
+
+
+def samples(tar) -> list[dict]:
+    with tarfile.open(tar) as file:
+        return [json.load(file.extractfile(m)) for m in file if m.name.endswith(".json")]
+
+
+def test_the_data_set_holds_out_sets_and_splits_by_licence_and_a_saved_file_gives_the_same(icons, package, tmp_path):
+    icons["build"].main([str(package), "--save", str(tmp_path / "icons.jsonl.xz")])
+    for source, out in ((package, "a"), (tmp_path / "icons.jsonl.xz", "b")):
+        arguments = [str(source), "--out", str(tmp_path / out), "--workers", "2", "--vocab-size", "30"]
+        icons["build"].main(arguments)
+    first, second = (sorted((tmp_path / out).rglob("*.*")) for out in "ab")
+    assert [path.read_bytes() for path in first if path.is_file()] == [p.read_bytes() for p in second if p.is_file()]
+    free = samples(tmp_path / "a" / "train" / "free-00000.tar")
+    assert sorted((s["set"], s["name"]) for s in free) == [("free", "circle"), ("free", "square-4")]
+    assert {s["set"] for s in samples(tmp_path / "a" / "train" / "attribution-00000.tar")} == {"by"}
+    assert next(s for s in free if s["name"] == "circle")["texts"] == ["circle", "disc", "o"]
+    val = samples(tmp_path / "a" / "val" / "00000.tar")
+    assert [(s["name"], s["seen"]) for s in val] == [
+        ("circle", True), ("square-0", False), ("square-1", False), ("square-2", False),
+    ]  # fmt: skip
+    assert (tmp_path / "a" / "zeroshot" / "vaadin" / "classnames.txt").read_text() == "circle\nsquare 1\n"
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert manifest["train_icons"] == 4 and manifest["share_of_shared_names"] == 0.5
+    assert {s["prefix"] for s in manifest["sets"]} == LICENCES.keys() - {"fluent-emoji", "closed"}
+
+
+def test_search_ranks_by_cosine_and_embeds_a_set_once(icons, package, tmp_path, monkeypatch, capsys):
+    icons["build"].main([str(package), "--out", str(tmp_path / "a"), "--workers", "1", "--vocab-size", "30"])
+    cfg = json.loads((ROOT / "infcl/models/configs/demo.json").read_text())
+    cfg["text_cfg"]["vocab_size"] = 30
+    (tmp_path / "small.json").write_text(json.dumps(cfg))
+    config = load_any_config(str(tmp_path / "small.json"))
+    torch.manual_seed(0)
+    export_model(CLIP(config).state_dict(), config, tmp_path / "a" / "tokenizer.model", tmp_path / "model")
+    drawing = tmp_path / "drawing.svg"
+    drawing.write_text(icons["icons"].svg(icons["icons"].read_source(package, only=["by"])[1][1]))
+    arguments = ["--image", str(drawing), "--sets", str(package), "--model", str(tmp_path / "model")]
+    arguments += ["--page", str(tmp_path / "page.html"), "--cache", str(tmp_path / "cache"), "--best", "3"]
+    capsys.readouterr()
+    icons["search"].main(arguments)
+    first = capsys.readouterr().out.splitlines()
+    assert "by:square-5" in first[0] and "1.000" in first[0] and len(first) == 4
+    assert (tmp_path / "page.html").read_text().count("<figure>") == 3
+    monkeypatch.setattr(icons["search"], "render", None)  # the embeddings are stored
+    icons["search"].main(arguments)
+    assert capsys.readouterr().out.splitlines()[:3] == first[:3]
