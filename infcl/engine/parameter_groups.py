@@ -1,7 +1,8 @@
 """The optimizer that --opt selects: its parameter groups, and the memory of its state.
 
-Weight decay applies to matrices. Norms, biases, position and class embeddings, logit_scale and logit_bias are excluded
-by name, not by number of dimensions. So the rule is explicit, and also holds for flattened ZeRO partitions.
+Weight decay applies to the weights of linear and convolutional layers, projections and token embeddings. Everything
+else is excluded: norms, biases, position, type and class embeddings, latents of attention pools, layer scales,
+logit_scale and logit_bias. The rule lists what decays, so that it holds for the towers of timm and Hugging Face too.
 
 Besides torch's keys, a group has `lr_scale`, the factor between the schedule's learning rate and its own.
 """
@@ -17,14 +18,18 @@ from infcl.config.preset import sums_gradients_on_host
 from infcl.engine.optimizers import AdaFactor, AdamW, AdamW8bit, Lamb, Lion, factored_dims
 from infcl.engine.schedule import batch_size_factor
 
-_NO_DECAY_NAMES = ("positional_embedding", "class_embedding", "logit_scale", "logit_bias", "bias", "in_proj_bias")
+_DECAYED = ("weight", "proj", "text_projection", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_NORM = re.compile(r"norm\w{0,6}$", re.IGNORECASE)  # of a class: LayerNorm, RMSNorm, BatchNorm2d, LayerNormFp32
+_TABLE = re.compile(r"posi|wpe|rel_|relative|token_type")  # modules of type nn.Embedding that hold no tokens
 ALIGNED = 8  # elements: 16 bytes in bf16
 
 
 def decays(name: str, owner: nn.Module) -> bool:
     """Return whether weight decay applies to the parameter `name` of the module `owner`."""
-    norms = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-    return name.rsplit(".", 1)[-1] not in _NO_DECAY_NAMES and not isinstance(owner, norms)
+    module, _, parameter = name.rpartition(".")
+    if parameter not in _DECAYED or _NORM.search(type(owner).__name__):
+        return False
+    return not (isinstance(owner, nn.Embedding) and _TABLE.search(module.rpartition(".")[2]))
 
 
 def tower(name: str) -> str:
@@ -59,16 +64,13 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
             raise ValueError(
                 f"--{part}-layer-decay: the {part} tower of {config.model} has no blocks transformer.resblocks.N"
             )
-    undecayed: set[str] = set()
-    if hasattr(model, "no_weight_decay"):  # open_clip's rule: the parameters it lists, and all vectors and scalars
-        undecayed = model.no_weight_decay() | {name for name, value in model.named_parameters() if value.ndim < 2}
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         scale = _lr_scale(config, name, depths)
         factored = config.opt == "adafactor" and factored_dims(parameter.shape) is not None
-        decay = config.wd if decays(name, owners[name]) and name not in undecayed else 0.0
+        decay = config.wd if parameter.ndim > 1 and decays(name, owners[name]) else 0.0
         if config.wd_mode == "schedule" and decay:
             decay /= peak * scale
         group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from infcl.config import TrainConfig
 from infcl.engine.parameter_groups import parameter_groups
@@ -10,6 +11,7 @@ from infcl.engine.schedule import Schedule
 from infcl.models.clip import CLIP
 from infcl.models.config import load_model_config
 from tests.lib.checkout import GOLDEN_MODEL
+from tests.lib.open_clip_stub import import_open_clip, import_transformers
 
 LR, WARMUP, TOTAL, PER_EPOCH = 1e-3, 10, 100, 20
 
@@ -42,6 +44,44 @@ def test_weight_decay_is_for_matrices_only():
     spared = {names[id(p)] for p in others["params"]}
     assert {"logit_scale", "positional_embedding", "visual.positional_embedding", "visual.class_embedding"} <= spared
     assert all("ln_" not in names[id(p)] and not names[id(p)].endswith("bias") for p in decayed["params"])
+
+
+@pytest.mark.parametrize(
+    ("name", "spared"),
+    [
+        ("ViT-B-16-SigLIP", "visual.trunk.pos_embed visual.trunk.attn_pool.latent text.positional_embedding"),
+        ("EVA02-B-16", "visual.trunk.pos_embed visual.trunk.cls_token"),
+        ("MobileCLIP-S1", "visual.trunk.stages.0.blocks.0.layer_scale.gamma"),
+        ("coca_ViT-B-32", "visual.attn_pool.query visual.class_embedding text.cls_emb"),
+        ("RN50", "visual.attnpool.positional_embedding"),
+        ("bert", "embeddings.position_embeddings.weight embeddings.token_type_embeddings.weight"),
+        ("roberta", "embeddings.position_embeddings.weight embeddings.token_type_embeddings.weight"),
+        ("mt5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+    ],
+)
+def test_weight_decay_spares_positions_classes_and_latents_of_foreign_towers(name, spared):
+    open_clip, transformers = import_open_clip(), import_transformers()
+    with torch.device("meta"):
+        if name in ("bert", "roberta", "mt5"):
+            small = {"num_hidden_layers": 1, "num_layers": 1, "num_decoder_layers": 1}
+            model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name, **small))
+        else:
+            config = open_clip.get_model_config(name)
+            custom, parts = config.pop("custom_text", False), ("embed_dim", "vision_cfg", "text_cfg", "multimodal_cfg")
+            kind = (
+                open_clip.CoCa if "multimodal_cfg" in config else open_clip.CustomTextCLIP if custom else open_clip.CLIP
+            )
+            model = kind(**{part: config[part] for part in parts if part in config})
+    decay = {
+        id(p): group["weight_decay"] for group in parameter_groups(model, TrainConfig(), LR) for p in group["params"]
+    }
+    found = {name: decay[id(p)] for name, p in model.named_parameters()}
+    assert {name: found[name] for name in spared.split()} == dict.fromkeys(spared.split(), 0.0)
+    matrices = (torch.nn.Linear, torch.nn.Conv2d)
+    owned = {f"{prefix}.weight" for prefix, module in model.named_modules() if isinstance(module, matrices)}
+    assert owned and all(found[name] == 0.2 for name in owned)
+    tokens = [n for n in found if n.endswith(("token_embedding.weight", "word_embeddings.weight", "shared.weight"))]
+    assert tokens and all(found[name] == 0.2 for name in tokens)
 
 
 def groups_of(model, **flags):
