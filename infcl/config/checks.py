@@ -114,6 +114,10 @@ def _check_data(config: TrainConfig) -> None:
 
 
 def _check_schedule_and_towers(config: TrainConfig) -> None:
+    if config.steps is not None and config.epochs != TrainConfig.epochs:
+        raise ValueError(f"--steps {config.steps} and --epochs {config.epochs}: leave one of them out")
+    if config.steps is not None and config.epochs != TrainConfig.epochs:
+        raise ValueError(f"--steps {config.steps} and --epochs {config.epochs}: leave one of them out")
     if config.warmup_samples is not None and config.warmup != TrainConfig.warmup:
         raise ValueError(
             f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples}: leave one of them out"

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import difflib
 import json
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from infcl.config.checks import is_table, validate
 from infcl.config.settings import TrainConfig, option_of
 
+ALTERNATIVES = (("steps", "epochs"), ("warmup", "warmup_samples"), ("accum_freq", "global_batch_size"))
 _OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # --config ignores them
 # Removed flags and what to use instead. Giving one is a usage error that prints its line.
 REMOVED = {
@@ -46,7 +48,9 @@ def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
     started_from = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     started_from.add_argument("--config")
     if path := started_from.parse_known_args(argv)[0].config:
-        parser.set_defaults(**_settings_of_run(path))
+        given = {text.partition("=")[0] for text in (sys.argv[1:] if argv is None else argv)}
+        dropped = {b for pair in ALTERNATIVES for a, b in (pair, pair[::-1]) if option_of(a) in given}
+        parser.set_defaults(**{name: v for name, v in _settings_of_run(path).items() if name not in dropped})
     arguments = vars(parser.parse_args(argv))
     for launcher_flag in ("config", "local_rank", "deepspeed"):
         arguments.pop(launcher_flag)

@@ -83,7 +83,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     seconds = round(time.perf_counter() - started, 2)
     about = {"checkpoint": str(args.checkpoint), "task": args.task, "data": args.data, "precision": args.precision}
     about |= {"ema": True} if args.ema else {}
-    about |= {"image_resize": args.image_resize, "world_size": parallel.world_size, "seconds": seconds}
+    about |= {**task.about, "image_resize": args.image_resize, "world_size": parallel.world_size, "seconds": seconds}
     return about | {"metrics": metrics}
 
 
@@ -102,7 +102,8 @@ def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]
 
 def table(result: dict) -> str:
     """Format the result as aligned lines for a terminal: shares in percent, other values as numbers."""
-    rows = [("checkpoint", result["checkpoint"]), ("data", result["data"])]
+    about = ("checkpoint", "data", "classes", "prompts", "prompt", "prompt_source")
+    rows = [(name.replace("_", " "), str(result[name])) for name in about if name in result]
     for name, value in result["metrics"].items():
         is_share = name.startswith("top") or name.endswith(("_r1", "_r5", "_r10"))
         rows.append((name.replace("_", " "), f"{100 * value:.2f} %" if is_share else f"{value:,.6g}"))

@@ -5,11 +5,14 @@ parameters in each: a missing forward would hang the other ranks. A rank without
 drops the result.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_SHARED_ROWS = 16384  # features that `share_equal` exchanges at once
 
 
 def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[Any, bool]]:
@@ -39,6 +42,41 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
         if not someone_has_one:
             return
         yield (filler, False) if batch is None else (batch, True)
+
+
+def keys_of(inputs: torch.Tensor) -> torch.Tensor:
+    """Return int64 [n], equal for equal rows of `inputs`, [n, ...] in host memory."""
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in inputs.numpy())
+    return torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], dtype=torch.int64)
+
+
+def share_equal(features: torch.Tensor, keys: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return `features`, with those of the first row of all ranks wherever keys are equal. Collective.
+
+    The same input gives other last bits in a batch of another size, which would split the ties of its scores.
+    Cost: an all-gather of 8 bytes per row, and an all-reduce of the features that occur more than once.
+
+    Args:
+        features: f32 [n, D].
+        keys: int64 [n], see `keys_of`.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    begin = int(gather_rows(torch.tensor([len(keys)], device=keys.device), group)[:rank].sum())
+    _, number, counts = gather_rows(keys, group).unique(return_inverse=True, return_counts=True)
+    row = torch.arange(len(number), device=keys.device)
+    first = torch.full_like(counts, len(number)).scatter_reduce_(0, number, row, "amin") - begin  # among own rows
+    features, number = features.clone(), number[begin : begin + len(keys)]
+    for repeated in (counts > 1).nonzero()[:, 0].split(_SHARED_ROWS):
+        table = features.new_zeros(len(repeated), features.shape[1])
+        own = (first[repeated] >= 0) & (first[repeated] < len(keys))
+        table[own] = features[first[repeated][own]]
+        if group is not None:
+            dist.all_reduce(table, group=group)
+        slot = torch.full_like(counts, -1)
+        slot[repeated] = torch.arange(len(repeated), device=keys.device)
+        slot = slot[number]
+        features[slot >= 0] = table[slot[slot >= 0]]
+    return features
 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from infcl.evaluate.features import gather_rows, in_step
+from infcl.evaluate.features import gather_rows, in_step, keys_of, share_equal
 from infcl.loss.ring import RingExchange
 
 RECALLS = (1, 5, 10)
@@ -45,7 +45,9 @@ def encode_pairs(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Features:
-    """Encode this rank's batches. Collective: all ranks run the same number of forwards.
+    """Encode this rank's batches. Equal images, and equal texts, get the same features bit for bit.
+
+    Collective: all ranks run the same number of forwards.
 
     Args:
         encode: (images on the device, tokens on the host) -> dict with unit-norm image_features and text_features.
@@ -59,11 +61,13 @@ def encode_pairs(
     for (images, texts, captions), is_real in in_step(batches, filler, group, device):
         with torch.no_grad():
             output = encode(images.to(device, non_blocking=True), texts)
-        batch = output["image_features"].float(), output["text_features"].float(), captions.to(device)
+        keys = keys_of(images).to(device), keys_of(texts).to(device)
+        batch = output["image_features"].float(), output["text_features"].float(), captions.to(device), *keys
         rows.append(batch if is_real else [of_filler[:0] for of_filler in batch])
     if not rows:
         raise ValueError("retrieval found no image with a caption")
-    images, texts, captions = (torch.cat(column) for column in zip(*rows))
+    images, texts, captions, image_keys, text_keys = (torch.cat(column) for column in zip(*rows))
+    images, texts = share_equal(images, image_keys, group), share_equal(texts, text_keys, group)
     owner = torch.repeat_interleave(torch.arange(len(images), device=device), captions)
     scalars: dict[str, torch.Tensor] = {name: output[name] for name in ("logit_scale", "logit_bias") if name in output}
     return Features(images, texts, owner, scalars)

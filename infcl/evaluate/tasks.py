@@ -6,7 +6,7 @@ A task is built and checked before training starts, so that missing files and un
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Task(ABC):
     missing = ""  # what no sample has where `check` fails
     leaves_out = False  # whether the first TRIED samples may all be unusable
     skipped_as = ""  # the counter of samples without a target
+    about: Mapping[str, str | int] = {}  # what the metrics depend on, to print and store with them
 
     def __init__(self, config: EvalConfig, *, tokenizer: Tokenize, batch_size: int):
         self.data, self.tokenizer, self.batch_size = config.data, tokenizer, batch_size
@@ -181,7 +182,14 @@ class ZeroShotTask(Task):
             raise ValueError(f"{data}: no {name} next to the shards; write one, or give {flag} FILE or imagenet")
 
         self.classes = read_classes(classnames or default("classnames.txt"), classes, folders=folders)
-        self.templates = read_templates(templates or default("templates.txt"))
+        source = templates or default("templates.txt")
+        self.templates = read_templates(source)
+        self.about = {
+            "classes": len(self.classes.names),
+            "prompts": len(self.templates),
+            "prompt": self.templates[0],
+            "prompt_source": str(source or "default: no templates.txt"),
+        }
         self.leaves_out = classes is not None
         if folders and not folders & self.classes.rows.keys():
             raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")

@@ -64,14 +64,22 @@ class MetricsWriter:
                 self.say(line)
 
     def evaluation(
-        self, name: str, step: int, samples_seen: int, values: dict[str, float], seconds: float = 0.0
+        self,
+        name: str,
+        step: int,
+        samples_seen: int,
+        values: dict[str, float],
+        seconds: float = 0.0,
+        about: Mapping[str, str | int] | None = None,
     ) -> None:
-        """Record and print the metrics of an evaluation that took `seconds`."""
+        """Record and print the metrics of an evaluation that took `seconds`, and what they are `about`."""
         if not self.enabled:
             return
-        self._write(name, step, samples_seen, values)
+        self._write(name, step, samples_seen, values, about)
         self.console.evaluated(name, seconds)
-        self.say(f"{name} at step {step}\n{aligned((key, f'{value:.4g}') for key, value in values.items())}")
+        rows = {key: str(value) for key, value in (about or {}).items()}
+        rows |= {key: f"{value:.4g}" for key, value in values.items()}
+        self.say(f"{name} at step {step}\n{aligned(rows.items())}")
 
     def evaluated_at(self, step: int) -> set[str]:
         """Return the names of the evaluations that metrics.jsonl has for this step. Rank 0 only."""
@@ -89,9 +97,16 @@ class MetricsWriter:
                 self._try(sink.close, of_sink=True)
             self._try(self.console.close)  # last: it prints what the others lost
 
-    def _write(self, kind: str, step: int, samples_seen: int, values: Mapping[str, float | None]) -> dict[str, float]:
+    def _write(
+        self,
+        kind: str,
+        step: int,
+        samples_seen: int,
+        values: Mapping[str, float | None],
+        about: Mapping[str, str | int] | None = None,
+    ) -> dict[str, float]:
         known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
-        record = {"kind": kind, "step": step, "samples_seen": samples_seen} | known
+        record = {"kind": kind, "step": step, "samples_seen": samples_seen, **(about or {}), **known}
         self._try(self.file.write, json.dumps(record) + "\n")
         for sink in self.sinks:
             self._try(sink.log, kind, samples_seen, known, of_sink=True)

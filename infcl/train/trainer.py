@@ -363,7 +363,8 @@ class Trainer:
         self.engine.train(False)
         with self.engine.showing_average() if self.config.ema_eval else contextlib.nullcontext():
             values = self.tasks[name].run(self._encode_for_evaluation, self.parallel, self.engine.scalar_values)
-        self.metrics.evaluation(name, self.step, self.samples_seen, values, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.metrics.evaluation(name, self.step, self.samples_seen, values, seconds, self.tasks[name].about)
         return values
 
     def _evaluations_left(self, step: int) -> dict[str, int]:
@@ -482,6 +483,7 @@ class Trainer:
             "world_size": self.parallel.world_size,
             "data": sum_reports(self.loader.report(), self.parallel),
             "evaluation": results,
+            "evaluated_with": {name: dict(task.about) for name, task in self.tasks.items() if task.about},
             "ema": self.config.ema_eval,
             "loads_in_open_clip": self.model_config.loads_in_open_clip,
             "paths": {

@@ -83,6 +83,7 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--loss", "clip", "--tile-dtype", "bf16"], "--tile-dtype bf16 is for --loss inf_cl and siglip"),
         (["--workers", "-2"], "-2 must be at least 0, or auto"),
         (["--global-batch-size", "64", "--accum-freq", "2"], "leave one of them out"),
+        (["--steps", "64", "--epochs", "2"], "--steps 64 and --epochs 2: leave one of them out"),
         (["--duplicates-by", "pixels"], "--duplicates-by pixels is none of image, caption and key:NAME"),
         (["--duplicates", "mask", "--loss", "disco"], "--duplicates mask is for --loss inf_cl and siglip, not disco"),
         (["--captions-per-image", "2", "--loss", "siglip"], "--captions-per-image 2 and --negatives-key are for"),
@@ -235,6 +236,11 @@ def test_a_run_begins_with_the_flags_of_another(tmp_path):
     second = parse_args(["--config", str(tmp_path / "config.json"), "--lr", "0.2"])
     assert second == dataclasses.replace(first, lr=0.2, name=None)
     assert read_preset(second, "cpu")[0]["zero_optimization"]["stage"] == 2
+    shorter = {"epochs": 3, "warmup_samples": 640, "global_batch_size": 64}
+    (tmp_path / "config.json").write_text(dataclasses.replace(first, **shorter).to_json())
+    flags = ["--config", str(tmp_path / "config.json"), "--steps", "5", "--warmup=2", "--accum-freq", "3"]
+    third = parse_args(flags)
+    assert third == dataclasses.replace(first, steps=5, warmup=2, accum_freq=3, name=None)
     assert parse_args([*SYNTHETIC, "--aug-cfg", "scale=(0.5,1.0)"]).aug_cfg == {"scale": (0.5, 1.0)}
 
 

@@ -227,6 +227,46 @@ def test_validation_loss_is_that_of_global_batches_whatever_the_ranks(world_size
         assert metrics["val_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
 
 
+def loss_of_few(rank, world_size, count):
+    images, texts, _ = captioned()
+    mine = torch.arange(count)[rank::world_size]
+    scalars = {"logit_scale": torch.tensor([2.0])}
+    features = Features(images[mine], texts[mine], torch.arange(len(mine)), scalars)
+    return validation_loss(features, ValidationLoss("inf_cl", "torch", 64), torch.distributed.group.WORLD, scalars)
+
+
+@pytest.mark.parametrize("count", [1, 2, 21])
+def test_the_validation_loss_of_a_small_set_is_of_all_its_samples_on_any_number_of_ranks(count):
+    expected = run_ranks(loss_of_few, 1, count)[0]
+    assert expected["val_loss_batch"] == count
+    for world_size in (2, 3):
+        for metrics in run_ranks(loss_of_few, world_size, count):
+            assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def tied(rank, world_size, size):
+    """Retrieval of 20 images, four of each, whose captions are alike too; features depend on the batch's size."""
+    inputs = torch.arange(5).repeat(4)[rank::world_size][:, None].float()
+    directions = F.normalize(torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)), dim=-1)
+
+    def encode(image, text):
+        noise = 1e-7 * torch.arange(1, WIDTH + 1) * (len(image) + rank)
+        features = directions[image[:, 0].long()] + noise
+        return {"image_features": features, "text_features": directions[text[:, 0].long()] + noise.flip(0)}
+
+    batches = [(rows, rows, torch.ones(len(rows), dtype=torch.int64)) for rows in inputs.split(size)]
+    where = {"group": torch.distributed.group.WORLD, "device": torch.device("cpu")}
+    features = encode_pairs(encode, batches, batches[0], **where)
+    return retrieval_metrics(features, group=where["group"])
+
+
+@pytest.mark.parametrize(("world_size", "size"), [(1, 20), (1, 7), (2, 3), (3, 4)])
+def test_equal_images_and_captions_tie_whatever_batch_they_are_encoded_in(world_size, size):
+    for metrics in run_ranks(tied, world_size, size):
+        for name in ("image_to_text", "text_to_image"):
+            assert (metrics[f"{name}_r1"], metrics[f"{name}_median_rank"]) == (pytest.approx(0.25), 2.5)
+
+
 def classify(rank, world_size):
     generator = torch.Generator().manual_seed(5)
     prototypes = F.normalize(torch.randn(CLASSES, WIDTH, generator=generator), dim=-1)

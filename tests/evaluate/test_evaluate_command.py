@@ -21,6 +21,7 @@ from infcl.data.demo import DIGIT_NAMES
 from infcl.evaluate.__main__ import main
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
+from infcl.report import read_metrics
 from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
 from tests.lib.ranks import rejected, run_ranks
@@ -158,7 +159,12 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
     zero_3 = {"model": str(tmp_path / "tiny.json"), "deepspeed_config": "ds_configs/zero3.json"}
     run_ranks(fit, 2, demo_config(demo_folder, tmp_path, steps=2, **sets, **zero_3), timeout=200)
     run = tmp_path / "run"
-    reported = json.loads((run / "summary.json").read_text())["evaluation"]
+    summary = json.loads((run / "summary.json").read_text())
+    reported, prompt = summary["evaluation"], summary["evaluated_with"]["zero_shot"]
+    assert (prompt["prompts"], prompt["classes"]) == (8, 10) and prompt["prompt_source"].endswith(
+        "zeroshot/templates.txt"
+    )
+    assert prompt.items() <= read_metrics(run / "metrics.jsonl", "zero_shot")[-1].items()
     assert reported["retrieval"]["val_loss_batch"] == 2 * 64
     arguments = ("--task", "retrieval", "--data", demo_folder / "val", "--loss-batch-size", 2 * 64)
     alone = evaluate(1, tmp_path, "--checkpoint", run, *arguments)
@@ -167,7 +173,7 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
     for checkpoint in (run / "export", run / "export-hf", run / "checkpoints" / "step_00000002"):
         arguments = ("--task", "zeroshot", "--data", sets["zeroshot_data"], "--checkpoint", checkpoint)
         assert evaluate(1, tmp_path, *arguments) == pytest.approx(reported["zero_shot"], rel=1e-6)
-    assert "| batch | 128 pairs" in (run / "export-hf" / "README.md").read_text()
+    assert "| batch | 128 samples" in (run / "export-hf" / "README.md").read_text()
 
     theirs = import_transformers().CLIPModel.from_pretrained(run / "export-hf").eval()
     ours, _ = load_exported(run / "export")

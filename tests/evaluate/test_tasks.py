@@ -144,8 +144,12 @@ def test_class_folders_without_files_take_their_names_and_one_prompt(tmp_path, o
     task = ZeroShotTask(of(tmp_path / "set"), **COMMON)
     task.check()
     assert task.classes.names == ["cock", "great white shark"] and task.templates == ["a photo of a {}"]
+    counts = {"classes": 2, "prompts": 1}
+    assert task.about == counts | {"prompt": "a photo of a {}", "prompt_source": "default: no templates.txt"}
     (tmp_path / "set" / "templates.txt").write_text("one {}\n")
-    assert ZeroShotTask(of(tmp_path / "set"), **COMMON).templates == ["one {}"]
+    task = ZeroShotTask(of(tmp_path / "set"), **COMMON)
+    assert task.templates == ["one {}"]
+    assert task.about == counts | {"prompt": "one {}", "prompt_source": str(tmp_path / "set" / "templates.txt")}
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty"):
         ZeroShotTask(of(tmp_path / "empty"), **COMMON).check()

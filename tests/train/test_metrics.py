@@ -220,7 +220,7 @@ def test_the_profile_is_of_the_steps_after_the_warm_up(tmp_path):
 
 def test_a_profile_that_cannot_be_written_or_has_no_steps_ends_no_run(tmp_path):
     (tmp_path / "file").write_text("")
-    for count, reported in ((WARM_UP_STEPS + 1, "could not be written (Not a directory)"), (1, "ended after 1 steps")):
+    for count, reported in ((WARM_UP_STEPS + 1, "could not be written (Not a directory)"), (1, "ended after 1 step")):
         profiler = StepProfiler(1, tmp_path / "file" / "profile", on_gpu=False, enabled=True)
         steps = [step_done(phases={"data": 1.0}) for _ in range(count)]
         for step in steps:
