@@ -70,7 +70,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ring", default="flat", choices=RINGS, help="of the tiled losses")
     parser.add_argument("--ranks-per-node", type=int, default=None, help="two-level ring: as if nodes had so many GPUs")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--warm-up", type=int, default=2, help="untimed steps, after three that compile; 0: none")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="untimed steps, after three that compile; 0: none, for steps of minutes"
+    )
     parser.add_argument("--open-clip-loss", type=Path, default=None, help="open_clip's loss.py, for its own losses")
     parser.add_argument("--check", action="store_true", help="errors against float64 instead of times, on one GPU")
     return parser.parse_args()
@@ -135,7 +137,7 @@ def _measure(impl: str, batch: int, dim: int, group: dist.ProcessGroup | None, a
         torch.cuda.reset_peak_memory_stats()
         times = timed(step, arguments.repeats, group, warm_up=arguments.warm_up)
         extra = torch.cuda.max_memory_allocated() - before
-        gpu_times = timed(step, arguments.repeats, group, warm_up=1, ahead=_AHEAD)
+        gpu_times = timed(step, arguments.repeats, group, warm_up=1, ahead=_AHEAD) if arguments.warm_up else times
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return row | {"median_ms": None}
