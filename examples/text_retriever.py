@@ -42,7 +42,7 @@ def main() -> None:
         torch.cuda.set_device(device)
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    encoder = AutoModel.from_pretrained(args.model)
+    encoder = AutoModel.from_pretrained(args.model, dtype=torch.float32)  # not the dtype of the file
     model = Encoders(encoder, features=mean_of_tokens, logit_scale=None).to(device)
     model = DistributedDataParallel(model, find_unused_parameters=True)  # a pooler that the mean does not use
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)

@@ -133,7 +133,8 @@ def nearest(queries: Tensor, answers: Tensor, asked: list[int]) -> list[list[int
 def encode(model: str, columns: list[list[str]], max_length: int) -> list[Tensor]:
     """Return [texts, D] f32, normalised, of each list, encoded as text_retriever.py does; similar lengths together."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer, encoder = AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoder = AutoModel.from_pretrained(model, dtype=torch.float32).to(device).eval()
     encoded = []
     for texts in columns:
         features = torch.empty(len(texts), encoder.config.hidden_size, device=device)

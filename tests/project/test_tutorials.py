@@ -61,7 +61,7 @@ def test_the_ddp_loop_of_the_tutorial_trains_as_one_process_on_the_complete_batc
 
 
 def write_bert(folder) -> None:
-    """Write a small BERT with its tokenizer, in Hugging Face's format."""
+    """Write a small BERT in half precision with its tokenizer, in Hugging Face's format."""
     import_transformers()
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -70,7 +70,7 @@ def write_bert(folder) -> None:
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=64, **sizes)).save_pretrained(folder)
+    BertModel(BertConfig(vocab_size=64, **sizes)).half().save_pretrained(folder)
 
 
 @pytest.mark.slow
@@ -103,6 +103,7 @@ def test_an_example_trains_a_text_encoder(script, row, flag, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "loss" in result.stdout and list((tmp_path / "trained").rglob("model.safetensors"))
+    assert "nan" not in result.stdout
 
 
 @pytest.mark.slow
