@@ -88,7 +88,7 @@ def _check_bounds(config: TrainConfig) -> None:
 
 
 def is_table(train_data: str | None) -> bool:
-    return train_data is not None and train_data.lower().endswith((".csv", ".tsv"))
+    return train_data is not None and train_data.lower().endswith((".csv", ".tsv", ".jsonl"))
 
 
 def _check_data(config: TrainConfig) -> None:

@@ -9,7 +9,8 @@ from infcl.config import TrainConfig, parse_factors
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.samples import SampleTexts
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns
+from infcl.data.shards import split_sources
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, is_json_lines
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ class DataConfig:
     def __post_init__(self):
         if self.dataset_type == "streaming" and self.upsampling_factors is not None:
             raise ValueError("upsampling factors need --dataset-type webdataset, not streaming")
-        if self.dataset_type == "csv" and self.texts.needs_json:
-            raise ValueError("csv tables have no json: --negatives-key and --duplicates-by key:NAME need shards")
+        has_json = self.dataset_type != "csv" or all(map(is_json_lines, split_sources(self.urls)))
+        if self.texts.needs_json and not has_json:
+            raise ValueError(
+                "csv tables have no json: --negatives-key and --duplicates-by key:NAME need shards or jsonl"
+            )
 
     @classmethod
     def of(cls, config: TrainConfig) -> "DataConfig":

@@ -163,10 +163,10 @@ def eval_source(config: EvalConfig) -> Callable[..., EvalSamples]:
     object. Raises ValueError if the data does not exist or cannot be read.
     """
     path = Path(config.data)
-    if is_table(config.data):
-        return partial(EvalSamples, TableReader(config.data, columns=config.columns).captions, config)
     if path.suffix == ".jsonl":
         files = caption_list(path)
+    elif is_table(config.data):
+        return partial(EvalSamples, TableReader(config.data, columns=config.columns).captions, config)
     elif path.is_dir() and not any(path.glob("*.tar")):
         files = class_folders(path)
     else:

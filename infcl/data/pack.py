@@ -1,8 +1,71 @@
-"""Write shards: tars of samples that the readers accept, the same bytes for the same samples."""
+"""Write shards: tars of samples that the readers accept, the same bytes for the same samples.
+
+In:  samples; or a folder of images with .txt and .json files of the same names, or a table (table.py).
+Out: DIR/00000.tar, ... in a fixed random order, so that samples of a shard do not resemble each other.
+
+`infcl-shards pack SOURCE --out DIR` packs; `infcl-shards index URLS` is that of shards.py.
+"""
 
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+
+from infcl.config import OneLineParser, counted
+from infcl.data.images import IMAGE_SUFFIXES
+from infcl.data.index import DEFAULT_KEYS
+from infcl.data.plan import random_order
+from infcl.data.shards import main as index
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader
+
+_SUFFIX_OF = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}  # first bytes -> extension
+assert set(_SUFFIX_OF.values()) <= set(DEFAULT_KEYS.image.split(";"))
+
+
+def pack(
+    source: str | os.PathLike,
+    folder: str | os.PathLike,
+    *,
+    per_shard: int = 10_000,
+    columns: TableColumns = DEFAULT_COLUMNS,
+) -> tuple[list[int], Counter[str]]:
+    """Write the images of a folder or a table as shards. Images are copied as they are.
+
+    Args:
+        source: a folder, a .csv or .tsv, or a .jsonl.
+        folder: the folder to write; it must not contain shards.
+        per_shard: samples per shard.
+        columns: format of a .csv or .tsv.
+
+    Returns:
+        The samples of each shard, and cause -> number of the samples that are left out.
+
+    Raises:
+        ValueError: `folder` has shards, or the source has no usable sample.
+    """
+    folder, skipped = Path(folder), Counter[str]()
+    if any(folder.glob("*.tar")):
+        raise ValueError(f"{folder} has shards already: give another folder")
+    if os.path.isdir(source):
+        files = sorted(path for path in Path(source).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        samples = (_of_file(files[i]) for i in random_order(len(files), 0, 0).tolist())
+    else:
+        reader = TableReader(str(source), columns=columns)
+        skipped.update(reader.found)
+        order = random_order(int(reader.counts.sum()), 0, 0)
+        samples = (_of_row(reader, row) for row in order.tolist())
+    usable = _usable(samples, skipped)
+    counts: list[int] = []
+    while (first := next(usable, None)) is not None:
+        some = _first(first, usable, per_shard)
+        counts.append(write_shard(folder / f"{len(counts):05d}.tar", some))
+    if not counts:
+        causes = ", ".join(f"{cause}: {count}" for cause, count in skipped.items()) or "it has no images"
+        raise ValueError(f"{source}: no sample can be packed ({causes})")
+    return counts, skipped
 
 
 def write_shard(path: str | os.PathLike, samples: Iterable[Mapping[str, bytes]]) -> int:
@@ -25,3 +88,69 @@ def write_shard(path: str | os.PathLike, samples: Iterable[Mapping[str, bytes]])
         for count, members in enumerate(samples, 1):
             writer.write({"__key__": f"{path.stem}_{count - 1:06d}", **members})
     return count
+
+
+def _of_file(image: Path) -> dict[str, bytes] | str:
+    """Return the members of an image and of the files with its name, or the cause why it cannot be used."""
+    texts = {name: image.with_suffix(f".{name}") for name in ("txt", "json")}
+    members = {name: path.read_bytes() for name, path in texts.items() if path.is_file()}
+    return _with_image(image.read_bytes(), members) if members else "no_caption"
+
+
+def _of_row(reader: TableReader, row: int) -> dict[str, bytes] | str:
+    record = reader.read(np.array([row]))[0]
+    if record.fault is not None:
+        return record.fault.cause
+    assert record.image is not None
+    texts = {"txt": record.text, "json": record.json}
+    return _with_image(record.image, {name: text for name, text in texts.items() if text is not None})
+
+
+def _with_image(image: bytes, members: dict[str, bytes]) -> dict[str, bytes] | str:
+    suffix = next((suffix for start, suffix in _SUFFIX_OF.items() if image.startswith(start)), None)
+    return "image_format" if suffix is None else {suffix: image, **members}
+
+
+def _usable(samples: Iterable[dict[str, bytes] | str], skipped: Counter[str]) -> Iterator[dict[str, bytes]]:
+    for sample in samples:
+        if isinstance(sample, str):
+            skipped[sample] += 1
+        else:
+            yield sample
+
+
+def _first(first: dict[str, bytes], others: Iterator[dict[str, bytes]], count: int) -> Iterator[dict[str, bytes]]:
+    yield first
+    yield from (sample for _, sample in zip(range(count - 1), others))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["index"]:
+        return index(arguments)
+    parser = OneLineParser(
+        prog="infcl-shards", description="Pack images into shards, or build the index of each shard."
+    )
+    parser.add_argument("command", choices=["pack", "index"], help="infcl-shards index --help shows its options")
+    parser.add_argument("source", help="a folder of images, each with a .txt of the same name; a .csv, .tsv or .jsonl")
+    parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--per-shard", type=int, default=10_000, help="samples per shard [10,000]")
+    parser.add_argument("--csv-separator", default=DEFAULT_COLUMNS.separator, help="between columns [tab]")
+    parser.add_argument("--csv-img-key", default=DEFAULT_COLUMNS.image, help="column of image paths [filepath]")
+    parser.add_argument("--csv-caption-key", default=DEFAULT_COLUMNS.caption, help="column of captions [title]")
+    parser.add_argument("--csv-img-root", help="where relative image paths start [the table's folder]")
+    args = parser.parse_args(arguments)
+    columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key, args.csv_img_root)
+    if args.per_shard < 1:
+        parser.error(f"--per-shard {args.per_shard} must be greater than 0")
+    try:
+        shards, skipped = pack(args.source, args.out, per_shard=args.per_shard, columns=columns)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"{args.out}: {sum(shards):,} samples in {counted(len(shards), 'shard')}")
+    for cause, count in sorted(skipped.items()):
+        print(f"  left out, {cause.removeprefix('index/')}: {count}")
+
+
+if __name__ == "__main__":
+    main()

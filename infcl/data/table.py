@@ -1,7 +1,8 @@
 """Tables of image files and captions (--dataset-type csv, as in open_clip), for the indexed reader.
 
-In:  a text file with a header line. Two columns, chosen by name, contain the path of an image and its caption. A `::`
-     list of tables is one data set with several sources.
+In:  a text file with a header line. Two columns, chosen by name, contain the path of an image and its caption. Or a
+     .jsonl file, whose lines are {"image": path, "caption": text or list of texts, ...}; "captions" is accepted too,
+     and a line is the json member of its sample. A `::` list of tables is one data set with several sources.
 Out: `TableReader`, with random access to the records of rows. It keeps the rows as one block of bytes with offsets, so
      that workers share the memory. Updates of reference counts would copy a list of strings into every worker.
 """
@@ -9,6 +10,7 @@ Out: `TableReader`, with random access to the records of rows. It keeps the rows
 import contextlib
 import csv
 import hashlib
+import json
 import os
 from array import array
 from collections import Counter
@@ -52,7 +54,7 @@ class TableReader:
 
     keys = DEFAULT_KEYS
     warnings = ()
-    if_empty = "a table has a line of column names, then a line for each image (docs/howto/data.md)"
+    if_empty = "a table has a line of column names, then a line for each image; a .jsonl a line with an image each"
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class TableReader:
         for path in self.paths:
             first: list[str] = []
             before = len(ends)
-            for row in _rows(path, columns, problems):
+            for row in _json_rows(path, problems) if is_json_lines(path) else _rows(path, columns, problems):
                 if len(first) < _TRIED and "://" not in row[0] and not is_remote(columns.root or ""):
                     first.append(row[0])
                 for field in row:
@@ -121,7 +123,13 @@ class TableReader:
         begin, middle, end = self._ends[2 * row : 2 * row + 3].tolist()
         path = os.fsdecode(self._block[begin:middle].tobytes())
         path = path if "://" in path else os.path.join(self._folders[part], path)
-        return Record(None, self._block[middle:end].tobytes(), None, path, self.paths[part])
+        rest, table = self._block[middle:end].tobytes(), self.paths[part]
+        return Record(None, None, rest, path, table) if is_json_lines(table) else Record(None, rest, None, path, table)
+
+
+def is_json_lines(path: str) -> bool:
+    """Return whether a table is a .jsonl file."""
+    return path.lower().endswith(".jsonl")
 
 
 def read_image(path: str) -> bytes:
@@ -146,6 +154,22 @@ def read_image(path: str) -> bytes:
         return bytes(data)
 
     return retry(attempt, path)
+
+
+def _json_rows(path: str, problems: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield (image path, the line's object as JSON) of each line; count other lines in `problems`."""
+    with open_lines(path, errors="surrogateescape") as lines:
+        for line in filter(str.strip, lines):
+            try:
+                values = json.loads(line.removeprefix("\ufeff"))
+            except (ValueError, RecursionError):
+                values = None
+            if not isinstance(values, dict):
+                problems["index/bad_row"] += 1
+            elif not isinstance(values.get("image"), str) or not values["image"]:
+                problems["index/no_image"] += 1
+            else:
+                yield values["image"], json.dumps({"caption": values.get("captions"), **values})
 
 
 def _rows(path: str, columns: TableColumns, problems: Counter[str]) -> Iterator[tuple[str, str]]:

@@ -144,8 +144,8 @@ class Trainer:
         stragglers = Stragglers(parallel, every=config.log_every_n_steps, encoding_waits=encoding_waits)
         warmup = self.schedule.warmup
         advice = (
-            f"Try a smaller --lr (now {config.lr:g}), a longer --warmup (now {warmup:,} steps), or a start from a run at "
-            "a smaller batch (--pretrained RUN)"
+            f"Try a smaller --lr (now {config.lr:g}), a longer --warmup (now {warmup:,} steps), or a start from a run "
+            "at a smaller batch (--pretrained RUN)"
         )
         collapse = Collapse(self.sampled_loss.rows, warmup=warmup, advice=advice)
         self.observers: list[Observer] = [stragglers, self.profiler, collapse, self.metrics, self.skips, self.saves]

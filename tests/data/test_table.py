@@ -1,11 +1,17 @@
 import csv
+import json
 import shutil
 
 import numpy as np
 import pytest
 
+from infcl.data.captions import decode_captions
 from infcl.data.evaluation import caption_list
 from infcl.data.loader import TrainLoader
+from infcl.data.pack import main
+from infcl.data.records import ShardReader
+from infcl.data.samples import SampleTexts
+from infcl.data.shards import load_manifest
 from infcl.data.table import TableColumns, TableReader
 from tests.lib.shard_files import encode, picture
 from tests.lib.small_loader import small_loader
@@ -150,3 +156,46 @@ def test_a_line_without_an_end_is_no_table_or_list(tmp_path, monkeypatch, read):
         file.truncate(17 << 20)
     with pytest.raises(ValueError, match="t: a line of more than 16 MB"):
         read(tmp_path / "t" if read is caption_list else str(tmp_path / "t"))
+
+
+def test_a_jsonl_trains_as_a_table_with_lists_of_captions_and_keys(table, tokenizer):
+    lines = [
+        {"image": "images/0.png", "caption": "picture number 0", "label": 3},
+        {"image": "images/1.png", "captions": ["picture number 1", "picture number 2"], "label": 4},
+        {"caption": "no image"},
+    ]
+    path = table.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "\n[1]\n{broken\n")
+    loader = make(path, tokenizer, micro_batch_size=2, texts=SampleTexts(captions=2, same="key:label"))
+    assert loader.report() == {"samples": 0, "index/no_image": 1, "index/bad_row": 2}
+    ((batch,),) = list(loader)
+    expected = {0: ["picture number 0"] * 2, 1: ["picture number 1", "picture number 2"]}
+    for i, number in enumerate(batch["ids"].tolist()):
+        texts = batch["texts"][2 * i : 2 * i + 2].tolist()
+        assert sorted(texts) == sorted(tokenizer(expected[number]).tolist())
+    assert len(set(batch["same_ids"].flatten().tolist())) == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "jsonl"])
+def test_packed_shards_hold_the_images_as_they_are_with_their_captions(table, tmp_path, kind, capsys):
+    for i in range(5):
+        (tmp_path / "images" / f"{i}.txt").write_text(f"number {i}")
+    rows = [{"image": f"images/{i}.png", "caption": f"number {i}"} for i in range(5)]
+    rows += [{"image": "images/gone.png"}, {"image": "images/page.png", "caption": "a page"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"folder": tmp_path / "images", "csv": table, "jsonl": tmp_path / "t.jsonl"}[kind]
+    for out in ("a", "b"):
+        main(["pack", str(source), "--out", str(tmp_path / out), "--per-shard", "2"])
+    printed = capsys.readouterr().out
+    assert (
+        "5 samples in 3 shards" in printed and ("no_caption: 1" if kind == "folder" else "image_format: 1") in printed
+    )
+    first, second = ([path.read_bytes() for path in sorted((tmp_path / out).glob("*.tar"))] for out in "ab")
+    assert first == second
+    records = ShardReader(load_manifest(str(tmp_path / "a"))).read(np.arange(5))
+    numbers = [int(decode_captions(record)[0][0].split("number ")[1][0]) for record in records]
+    assert sorted(numbers) == list(range(5))
+    assert [record.image for record in records] == [encode(picture(number)) for number in numbers]
+    with pytest.raises(SystemExit):
+        main(["pack", str(source), "--out", str(tmp_path / "a")])
+    assert "has shards already" in capsys.readouterr().err
