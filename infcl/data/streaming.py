@@ -1,22 +1,25 @@
 """The streaming reader: shards front to back, for storage without random access (`pipe:`, http) and for evaluation.
 
-For training, (seed, epoch) determines the order of the shards. They are split over ranks x workers, streamed, and
-shuffled in a seeded buffer. A remote shard is copied to a temporary file before its first sample is used. A transfer
-that breaks off, stalls or has the wrong length is therefore repeated, and no sample of it is used. The members of a
-shard are found as in the indexed reader (index.find_samples), so damage costs the same samples.
+For training it is a pipeline of webdataset: (seed, epoch, pass) determines the order of the shards, which are split
+over ranks and workers, read, and shuffled in a seeded buffer. A remote shard is copied to a temporary file before its
+first sample is used. A transfer that breaks off, stalls or has the wrong length is therefore repeated, and no sample of
+it is used. The members of a shard are found as in the indexed reader (index.find_samples), so damage costs the same
+samples.
 
-Unlike the indexed reader, this one does not have:
-- an exact resume inside an epoch: it starts at about the shard of that step and yields the remaining number of steps;
-- each sample exactly once per epoch: a rank that finishes its shards early reads them again, so that all ranks make
-  the same number of steps;
-- independence of the number of workers.
+An epoch is a number of steps, the same on all ranks. It begins with a new pass over the shards. A rank whose shards end
+early begins another pass when all its workers have ended theirs; its samples are then counted as noted/repeated. What a
+rank has not read at the end of the epoch is left out of it.
+
+Unlike the indexed reader, this one has no exact resume inside an epoch: it starts at about the shard of that step and
+yields the remaining number of steps. The order depends on the number of workers.
 """
 
 import contextlib
 import hashlib
+import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count, islice
 
 import torch
 
@@ -25,11 +28,12 @@ from infcl.data.config import DataConfig
 from infcl.data.index import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, SampleKeys, find_samples
 from infcl.data.plan import Share, random_order
 from infcl.data.records import BadSample, Record, read_members
-from infcl.data.samples import SampleDecoder
+from infcl.data.samples import DecodedSample, SampleDecoder
 from infcl.data.shards import find_shards
 from infcl.data.storage import ShardFault, ShardFile, open_copy
 from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_dataloader
 
+_log = logging.getLogger(__name__)
 _SHUFFLE_BUFFER = 2048  # undecoded samples
 _BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than that stop the run
 
@@ -75,25 +79,25 @@ def _read_record(file: ShardFile, row: list[int], where: str, url: str) -> Recor
 
 
 class StreamingDataset(torch.utils.data.IterableDataset):
-    """Endless stream of one worker's micro-batches in `epoch`. The source takes as many as the rank needs."""
+    """One pass over this worker's shards, as micro-batches; the last one may have fewer samples, or be None."""
 
     def __init__(self, shards: list[str], decoder: SampleDecoder, share: Share, board: WorkerBoard):
         self.shards, self.decoder, self.share, self.board = shards, decoder, share, board
-        self.epoch, self.done = 0, 0.0  # current epoch, and the fraction of it before the first step
+        self.epoch, self.passes, self.done = 0, 0, 0.0  # the epoch, its passes so far, and the part of this one to skip
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog] | NoBatch]:
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor] | None, ReadLog] | NoBatch]:
         try:
             yield from self._micro_batches()
         except NoBatch as failure:  # if raised, the rank would get a traceback as the message
             yield failure
 
-    def _micro_batches(self) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def _micro_batches(self) -> Iterator[tuple[dict[str, torch.Tensor] | None, ReadLog]]:
         log: ReadLog = {"skipped": [], "noted": []}
         samples, ids = [], []
-        for record in self._records(log):
+        for _, record in self._records(log):
             number = int.from_bytes(hashlib.blake2b(record.where.encode(), digest_size=8).digest(), "big") >> 1
             try:
-                samples.append(self.decoder.decode(record, self.epoch, number, log))
+                samples.append(self.decoder.decode(record, self.epoch + (self.passes << 32), number, log))
                 ids.append(number)
             except BadSample as bad:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
@@ -104,42 +108,39 @@ class StreamingDataset(torch.utils.data.IterableDataset):
                         2,
                     ) from bad
             if len(samples) == self.share.rows:
-                batch = self.decoder.batch(samples, ids, log)
-                self.board.rests()
-                yield batch, dict(log)
-                samples, ids = [], []
-                log.update(skipped=[], noted=[])
+                yield self._batch(samples, ids, log)
+                samples, ids, log["skipped"], log["noted"] = [], [], [], []
+        yield self._batch(samples, ids, log)
 
-    def _records(self, log: ReadLog) -> Iterator[Record]:
-        """Yield the records of this worker's shards, in repeated passes."""
-        from webdataset.filters import shuffle
+    def _batch(
+        self, samples: list[DecodedSample], ids: list[int], log: ReadLog
+    ) -> tuple[dict[str, torch.Tensor] | None, ReadLog]:
+        batch = self.decoder.batch(samples, ids, log) if samples else None
+        self.board.rests()
+        return batch, dict(log)
 
-        info = torch.utils.data.get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        part = worker * self.share.readers + self.share.reader
+    def _records(self, log: ReadLog) -> Iterable[tuple[str, Record]]:
+        import webdataset
+
         order = random_order(len(self.shards), self.decoder.seed, self.epoch).tolist()
-        numbers = order[part :: self.share.readers * workers]
-        begin = int(len(numbers) * self.done)
-        numbers = numbers[begin:] + numbers[:begin]
-        mine = [self.shards[i] for i in numbers]
-        rng = random.Random(f"{self.decoder.seed} {self.epoch} {part}")
+        rng = random.Random(f"{self.decoder.seed} {self.epoch} {self.passes}")
 
         def failed(cause: str, url: str, error: Exception) -> None:
             log["skipped"].append((cause, url, str(error)))
 
-        def on_part(number: int) -> None:
-            self.board.reads(numbers[number])
+        def records(numbers: Iterable[dict[str, str]]) -> Iterator[tuple[str, Record]]:
+            mine = [int(each["url"]) for each in numbers]
+            mine = rng.sample(mine, len(mine)) if self.passes else mine[int(len(mine) * self.done) :]
+            urls = [self.shards[number] for number in mine]
+            return stream_records(urls, self.decoder.keys, failed, on_part=lambda at: self.board.reads(mine[at]))
 
-        while True:
-            record = None
-            stream = stream_records(mine, self.decoder.keys, failed, on_part=on_part)
-            for _, record in shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER, rng=rng)(stream):
-                yield record
-            if record is None:
-                raise NoBatch(
-                    f"no sample in any of the {counted(len(mine), 'shard')} of a worker; the last ones: "
-                    + "; ".join(f"{url}: {why.removeprefix(f'{url}: ')}" for _, url, why in log["skipped"][-3:])
-                )
+        return webdataset.DataPipeline(
+            webdataset.SimpleShardList([str(number) for number in order]),  # the same for all passes of an epoch
+            webdataset.slice(self.share.reader, None, self.share.readers),
+            webdataset.split_by_worker,
+            records,
+            webdataset.shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER, rng=rng),
+        )
 
 
 class StreamingSource(Source):
@@ -173,7 +174,48 @@ class StreamingSource(Source):
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         assert not again, "a stream is read once"
         while True:
-            self._dataset.epoch, self._dataset.done = epoch, step / self.steps_per_epoch
-            count = (self.steps_per_epoch - step) * self._share.num_micro_batches
-            yield from islice(self.board.watch(self._loader), count)
+            left = (self.steps_per_epoch - step) * self._share.num_micro_batches
+            yield from islice(self._passes(epoch, step / self.steps_per_epoch), left)
             epoch, step = epoch + 1, 0
+
+    def _passes(self, epoch: int, done: float) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+        """Yield micro-batches of `epoch`. All workers end their pass over the shards before the next one begins."""
+        parts: list[dict[str, torch.Tensor]] = []  # the last, smaller micro-batches of workers
+        pending: ReadLog = {"skipped": [], "noted": []}
+        for passes in count():
+            self._dataset.epoch, self._dataset.passes, self._dataset.done = epoch, passes, 0.0 if passes else done
+            first, samples = passes > 0, 0
+            for batch, log in self.board.watch(self._loader):
+                pending = {name: pending[name] + log[name] for name in pending}
+                if batch is None:
+                    continue
+                samples += len(batch["ids"])
+                batch["again"] = torch.full_like(batch["ids"], passes > 0)
+                if (
+                    len(batch["ids"]) < self._share.rows or first
+                ):  # the first one of a pass takes what the last one left
+                    batch, parts = _merged([*parts, batch], self._share.rows)
+                if batch is not None:
+                    first, repeated = False, int(batch.pop("again").sum())
+                    pending["noted"] += ["repeated"] * repeated
+                    yield batch, pending
+                    pending = {"skipped": [], "noted": []}
+            shards = counted(len(self._dataset.shards), "shard")
+            if not samples and (passes or not done):
+                last = "; ".join(f"{url}: {why.removeprefix(f'{url}: ')}" for _, url, why in pending["skipped"][-3:])
+                raise NoBatch(f"no sample in any shard of a rank, of {shards} in all; the last ones: {last}")
+            if passes == 0:
+                _log.warning("the shards of a rank ended before epoch %d and are repeated (noted/repeated)", epoch)
+
+
+def _merged(
+    parts: list[dict[str, torch.Tensor]], rows: int
+) -> tuple[dict[str, torch.Tensor] | None, list[dict[str, torch.Tensor]]]:
+    """Return a micro-batch of `rows` samples, or None if the parts have fewer; and the parts that are left."""
+    if sum(len(part["ids"]) for part in parts) < rows:
+        return None, parts
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    size = len(whole["ids"])
+    cut = {name: rows * (len(value) // size) for name, value in whole.items()}
+    left = {name: value[cut[name] :] for name, value in whole.items()}
+    return {name: value[: cut[name]] for name, value in whole.items()}, [left] if size > rows else []

@@ -1,5 +1,6 @@
 """The streaming reader: webdataset's pipeline behind the loader, for storage that cannot seek."""
 
+from collections import Counter
 from shlex import quote
 
 import pytest
@@ -27,6 +28,28 @@ def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer
     assert ranks == [run(0), run(1)]
     assert [len(steps) for steps in ranks] == [8, 8]
     assert not set(sum(ranks[0], [])) & set(sum(ranks[1], []))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pass_over_unequal_shards_ends_before_the_next_and_repeats_are_counted(tmp_path, tokenizer, num_workers):
+    write_shards(tmp_path, [7, 1, 53, 19])
+    everyone = []
+    for rank in range(2):
+        options = {
+            "dataset_type": "streaming",
+            "num_samples": 80,
+            "workers": num_workers,
+            "world_size": 2,
+            "rank": rank,
+        }
+        loader = step_loader(str(tmp_path), tokenizer, micro_batch_size=4, num_micro_batches=1, **options)
+        seen = sum(sample_numbers(loader), [])
+        everyone += seen
+        times = Counter(seen)
+        repeated = len(seen) - len(times)
+        assert max(times.values()) - min(times.values()) <= 1, "a sample repeats while others of its rank are unread"
+        assert len(seen) == 40 and loader.report().get("noted/repeated", 0) == repeated
+    assert len(set(everyone)) == 66 and max(Counter(everyone).values()) == 2
 
 
 def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer):
