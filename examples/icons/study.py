@@ -98,7 +98,7 @@ class Study:
         self.busy: dict[str, dict] = {}  # name -> run
         self.pending: list[dict] = []
         self.failed: dict[str, str] = {}  # name -> why
-        self.held_out = HeldOut(args.data, args.gpus > 0)
+        self.held_out = HeldOut(args.data)
         self.commit = args.commit or _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
 
     def run(self, runs: list[dict]) -> None:
@@ -186,7 +186,8 @@ class Study:
         command += ["--logs", str(self.args.logs), "--name", name, "--resume", "latest"]
         command += ["--device", "cuda" if self.args.gpus else "cpu", "--log-every-n-steps", max(1, steps // 20)]
         command += ["--pretrained", str(self.args.logs / run["start"]["name"])] if run["start"] else []
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(slot) if self.args.gpus else ""}
+        environment = {"OMP_NUM_THREADS": "2"} | os.environ
+        environment |= {"CUDA_VISIBLE_DEVICES": str(slot) if self.args.gpus else ""}
         started = time.monotonic()
         print(f"GPU {slot} starts {name}", flush=True)
         with open(self.args.logs / f"{name}.log", "a") as log:
@@ -196,7 +197,11 @@ class Study:
                 code = process.wait(timeout=max(1.0, self.deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGTERM)  # the trainer saves a checkpoint and exits
-                process.wait()
+                try:
+                    process.wait(timeout=40)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
                 print(f"GPU {slot} stopped {name} after {time.monotonic() - started:.0f} s", flush=True)
                 return False
         if code:
@@ -269,7 +274,7 @@ class Study:
 class HeldOut:
     """The held-out sets in memory, and the scores of a run on them."""
 
-    def __init__(self, data: Path, on_gpu: bool):
+    def __init__(self, data: Path):
         from infcl.data.evaluation import EvalConfig, eval_source
 
         self.lock = threading.Lock()
