@@ -239,8 +239,9 @@ def _fit_positions(given: dict[str, torch.Tensor], mine: Mapping[str, torch.Tens
             given[name] = resize_image_positions(given[name], needed)
             changes.append(f"its {there} image positions are interpolated to {needed}")
         elif there > needed:
-            given[name] = given[name][:needed]
-            changes.append(f"of its {there} text positions the first {needed} are taken")
+            last = name.replace("positional_embedding", "cls_emb") in mine  # the class token's, after the words'
+            given[name] = torch.cat([given[name][: needed - last], given[name][there - last :]])
+            changes.append(f"of its {there} text positions the first {needed - last}{' and the last' * last} are taken")
     return changes
 
 

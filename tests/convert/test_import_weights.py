@@ -19,7 +19,7 @@ from infcl.convert.import_weights import (
     weights_preprocess,
 )
 from infcl.evaluate import load
-from infcl.models import CLIP
+from infcl.models import CLIP, build_towers
 from infcl.models.config import parse_model_config
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.train.build import build_model
@@ -189,6 +189,25 @@ def test_position_embeddings_that_are_resized_or_cut_are_reported(source, tmp_pa
     assert torch.equal(model.positional_embedding, source.positional_embedding[:8])
     positions = source.visual.positional_embedding.detach()
     torch.testing.assert_close(resize_image_positions(positions, len(positions)), positions)
+
+
+def test_a_shorter_text_tower_keeps_the_position_of_its_class_token(tmp_path):
+    """open_clip's embed_cls puts a class token after the words, so its position is the last one."""
+    import_open_clip()
+    text = TEXT | {"embed_cls": True, "pool_type": "argmax", "vocab_size": 90}
+    fields = {"embed_dim": 24, "vision_cfg": VISION, "text_cfg": text, "custom_text": True}
+    whole = OpenClipConfig("x", fields)
+    cut = whole.with_overrides(image_size=None, context_length=8, patch_dropout=None)
+    torch.manual_seed(5)
+    source, model = build_towers(whole).eval(), build_towers(cut).eval()
+    torch.nn.init.normal_(source.text.positional_embedding)
+    torch.save(source.state_dict(), tmp_path / "w.pt")
+    (line,) = load_pretrained(model, str(tmp_path / "w.pt"))
+    assert line.endswith("of its 13 text positions the first 8 and the last are taken")
+    ids = torch.tensor([[5, 8, 7, 89, 0, 0, 0, 0], [9, 89, 0, 0, 0, 0, 0, 0]])
+    with torch.no_grad():
+        long = source(None, torch.nn.functional.pad(ids, (0, 4)))["text_features"]
+        torch.testing.assert_close(model(None, ids)["text_features"], long, rtol=0, atol=1e-6)
 
 
 def test_what_does_not_fit_is_listed_with_shapes_and_nothing_is_loaded(source, tmp_path):
