@@ -2,7 +2,7 @@
 
 LOGS/NAME/
   config.json         every flag, resolved          environment.json   versions, commit, hardware, command line
-  model_config.json   open_clip's schema            tokenizer.model    the run's sentencepiece model
+  model_config.json   open_clip's schema            tokenizer.model, tokenizer/   the run's tokenizer (data/tokenizer)
   metrics.jsonl       a line per step or evaluation tensorboard/       the same as events
   checkpoints/        see load.py
   loss_curve.png      export/                       summary.json       written last; marks a finished run
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
+from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
 
@@ -66,13 +67,17 @@ class RunFolder:
         self.summary = self.root / "summary.json"
         self.loss_curve = self.root / "loss_curve.png"
         self.export = self.root / "export"
-        self.tokenizer = self.root / "tokenizer.model"
         self.model_config = self.root / "model_config.json"
         self.running = self.root / "running.json"
         self._written: dict = {}  # what this process wrote to running.json
 
     def open(
-        self, config: TrainConfig, model_config_json: str, parallel: Parallel, begins_from: Path | None = None
+        self,
+        config: TrainConfig,
+        model_config_json: str,
+        parallel: Parallel,
+        begins_from: Path | None = None,
+        tokenizer: AnyTokenizer | None = None,
     ) -> list[str]:
         """Remove a run that is replaced and write the files that identify this run. Collective.
 
@@ -81,6 +86,7 @@ class RunFolder:
             model_config_json: content of model_config.json.
             parallel: this process's ranks and groups.
             begins_from: another run's checkpoint from which this run starts, or None.
+            tokenizer: the run's tokenizer, whose files are stored.
 
         Returns:
             The flags that differ from those of the unfinished run here, or of the run of `begins_from` (other_flags).
@@ -103,9 +109,8 @@ class RunFolder:
                 write_atomic(self.model_config, model_config_json)
                 environment = json.dumps(describe_environment(parallel), indent=2)
                 write_atomic(self.root / "environment.json", environment + "\n")
-                if config.tokenizer is not None and Path(config.tokenizer).is_file():  # open_clip's has no file
-                    with contextlib.suppress(shutil.SameFileError):  # a resumed run uses its own copy
-                        shutil.copyfile(config.tokenizer, self.tokenizer)
+                if tokenizer is not None:
+                    tokenizer.save(self.root)
                 created = psutil.Process().create_time()  # stored, since it changes when the clock is set
                 self._written = {"host": socket.gethostname(), "pid": os.getpid(), "created": created}
                 write_atomic(self.running, json.dumps(self._written))
@@ -162,6 +167,11 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
 
+    def config(self) -> TrainConfig:
+        """Return the flags of the run here, with the defaults of those that it lacks; older flags are left out."""
+        known = {field.name for field in dataclasses.fields(TrainConfig)}
+        return TrainConfig(**{name: value for name, value in self.flags().items() if name in known})
+
     def other_flags(self, config: TrainConfig, dp_size: int | None = None) -> list[str]:
         """List the flags whose values differ between the run here and `config`.
 
@@ -212,6 +222,12 @@ class RunFolder:
                 f"{', '.join(blind)}: {self.root} is not the folder that {everyone[0][0]} writes to: --logs has to be "
                 "on storage that all hosts share"
             )
+
+
+def run_of(path: Path) -> RunFolder | None:
+    """Return the run to which a run folder, a checkpoint or an exported folder in the run belongs, or None."""
+    folders = (path, *path.absolute().parents[:2])
+    return next((RunFolder(each) for each in folders if (each / "environment.json").is_file()), None)
 
 
 def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:

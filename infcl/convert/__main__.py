@@ -16,8 +16,9 @@ from typing import Any
 from infcl.checkpoint.load import newest_intact, weights_of
 from infcl.config import OneLineParser
 from infcl.convert.export import FORMATS, export_model
-from infcl.convert.import_weights import read_weights, sentencepiece_file
+from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import EVALUATION_KEYS
+from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models import CLIPConfig, OpenClipConfig, load_any_config
 
 
@@ -64,7 +65,7 @@ def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig
     out = export_model(
         weights_of(checkpoint, manifest, ema=args.ema),
         cfg,
-        sentencepiece_file(args.run),
+        stored_tokenizer(args.run, cfg),
         args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
         format=args.format,
         name=args.name or args.run.resolve().name,
@@ -80,10 +81,9 @@ def _import(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig
     cfg = weights.cfg or load_any_config(args.model)
     if args.out.resolve() == args.weights.resolve():
         raise ValueError(f"--out {args.out} is the folder of the weights: choose another")
-    name = args.name or args.weights.resolve().stem
-    return export_model(
-        weights.state, cfg, sentencepiece_file(args.weights), args.out, format=args.format, name=name
-    ), cfg
+    name, model = args.name or args.weights.resolve().stem, model_with(weights, cfg)
+    tokenizer = stored_tokenizer(args.weights, model.cfg)
+    return export_model(model.state_dict(), model.cfg, tokenizer, args.out, format=args.format, name=name), cfg
 
 
 def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, object]:

@@ -3,31 +3,30 @@
     --format open_clip   for open_clip's `local-dir:`, Hugging Face's AutoTokenizer, and `load_exported`
         open_clip_model.safetensors   fp32 weights, logit_scale 0-dim as open_clip has it
         open_clip_config.json         {"model_cfg": ..., "preprocess_cfg": ...}
-        spiece.model, tokenizer.json, tokenizer_config.json
+        tokenizer.json, tokenizer_config.json, spiece.model: those that the tokenizer has
     --format hf          for transformers' CLIPModel, AutoTokenizer and CLIPImageProcessor (loading: tested with 5.23)
         config.json, model.safetensors   CLIPModel's names and shapes (infcl/convert/hf_clip.py), fp32
         tokenizer.json, tokenizer_config.json, spiece.model   takes raw text, which it cleans as training does
         preprocessor_config.json         shortest side to S (bicubic), centre crop, CLIP's mean and std
-    --format safetensors model.safetensors, model_config.json, tokenizer.model: the weights under our names
+    --format safetensors model.safetensors, model_config.json, tokenizer.model or tokenizer/: as in a run
 
 Each folder has a model card, README.md. `python -m infcl.convert export RUN` exports a run's last checkpoint, of any
 ZeRO stage.
 """
 
-import copy
 import dataclasses
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infcl.convert.export_tokenizer import CLIP_TOKENS, clip_tokenizer, export_tokenizer, read_model, write_tokenizer
+from infcl.convert.export_tokenizer import export_tokenizer, read_model
 from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.convert.import_weights import SCALARS, model_with, read_weights
 from infcl.convert.model_card import write_card
+from infcl.data.tokenizer.source import TokenizerSource
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
 from infcl.models.open_clip_config import BUILT_BY, CLEAN
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
@@ -39,7 +38,7 @@ WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 def export_model(
     state_dict: Mapping[str, torch.Tensor],
     cfg: CLIPConfig | OpenClipConfig,
-    tokenizer_model: str | Path | None,
+    tokenizer: TokenizerSource | str | Path | None,
     out_dir: str | Path,
     *,
     format: str = "open_clip",
@@ -51,7 +50,7 @@ def export_model(
     Args:
         state_dict: full state dict of the model (not a shard), of any floating dtype; written as fp32.
         cfg: the model's config.
-        tokenizer_model: sentencepiece file; None for a model that uses CLIP's own BPE.
+        tokenizer: the model's tokenizer, or a sentencepiece file. None: CLIP's own for 49,408 ids, else none.
         out_dir: folder to write.
         format: one of FORMATS.
         name: title of the card, and text_cfg.hf_tokenizer_name, which open_clip requires.
@@ -63,22 +62,27 @@ def export_model(
     """
     out = Path(out_dir)
     _check_weights(state_dict, cfg)
-    if tokenizer_model is not None:
-        _check_tokenizer(tokenizer_model, cfg)
+    if isinstance(tokenizer, str | Path):
+        tokenizer = TokenizerSource("sentencepiece", str(tokenizer), CLEAN)
+    elif tokenizer is None and cfg.text_cfg.vocab_size == 49408:
+        tokenizer = TokenizerSource("clip")
+    if tokenizer is not None:
+        if tokenizer.kind == "sentencepiece":
+            _check_tokenizer(tokenizer.where, cfg)
+        cfg = _with_record(cfg, tokenizer, name)
     if format == "hf":
         if isinstance(cfg, OpenClipConfig):
             raise ValueError("--format hf: a CLIPModel holds our own towers only; --format open_clip fits this model")
-        _write_hf(state_dict, cfg, tokenizer_model, out)
+        _write_hf(state_dict, cfg, tokenizer, out)
     elif format == "open_clip":
-        _write_open_clip(state_dict, cfg, tokenizer_model, out, name)
+        _write_open_clip(state_dict, cfg, tokenizer, out)
     else:
         out.mkdir(parents=True, exist_ok=True)
+        if tokenizer is not None and tokenizer.kind != "clip":
+            tokenizer.open(cfg.text_cfg.context_length).save(out)
         (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
         _write_weights(state_dict, out / "model.safetensors")
-        if tokenizer_model is not None:
-            shutil.copyfile(tokenizer_model, out / "tokenizer.model")
-    has_tokenizer = (out / "tokenizer.json").is_file() or tokenizer_model is not None
-    write_card(out, cfg, name, format=format, has_tokenizer=has_tokenizer, card=card or {})
+    write_card(out, cfg, name, format=format, tokenizer=tokenizer, card=card or {})
     return out
 
 
@@ -94,41 +98,42 @@ def load_exported(folder: str | Path) -> tuple[Any, CLIPConfig | OpenClipConfig]
     return model_with(weights, weights.cfg).eval(), weights.cfg
 
 
+def _with_record(
+    cfg: CLIPConfig | OpenClipConfig, tokenizer: TokenizerSource, name: str
+) -> CLIPConfig | OpenClipConfig:
+    """Return the config with the record of a tokenizer whose files are in the exported folder."""
+    kwargs = {key: value for key, value in tokenizer.kwargs.items() if value is not None}
+    record: dict[str, Any] = {"tokenizer_kwargs": kwargs or None, "tokenizer_mode": tokenizer.mode}
+    record["hf_tokenizer_name"] = None if tokenizer.kind == "clip" else name
+    return cfg.with_tokenizer(pool_type=cfg.text_cfg.pool_type, **record)
+
+
 def _write_open_clip(
     state_dict: Mapping[str, torch.Tensor],
     cfg: CLIPConfig | OpenClipConfig,
-    tokenizer_model: str | Path | None,
+    tokenizer: TokenizerSource | None,
     out: Path,
-    name: str,
 ) -> None:
-    model_cfg = copy.deepcopy(cfg.to_dict())
-    config: dict[str, Any] = {}
+    model_cfg, config = dict(cfg.to_dict()), {}
     if isinstance(cfg, OpenClipConfig):
         config["built_by"] = BUILT_BY
         model_cfg["init_logit_bias"] = -10.0 if "logit_bias" in state_dict else None  # open_clip builds a bias if set
+    if tokenizer is not None and tokenizer.kind != "clip":
+        export_tokenizer(tokenizer, out, cfg.text_cfg.context_length, takes_raw_text=False)
     out.mkdir(parents=True, exist_ok=True)
-    if tokenizer_model is not None:
-        model_cfg["text_cfg"].setdefault("hf_tokenizer_name", name)
-        model_cfg["text_cfg"]["tokenizer_kwargs"] = CLEAN
-        export_tokenizer(tokenizer_model, out, cfg.text_cfg, takes_raw_text=False)
-    config |= {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(cfg.preprocess)}
-    _write_json(out / CONFIG, config)
+    _write_json(out / CONFIG, config | {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(cfg.preprocess)})
     _write_weights(state_dict, out / WEIGHTS)
 
 
 def _write_hf(
-    state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer_model: str | Path | None, out: Path
+    state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig, tokenizer: TokenizerSource | None, out: Path
 ) -> None:
     config, weights = hf_config(cfg), to_hf(state_dict)
-    has_own_bpe = tokenizer_model is None and cfg.text_cfg.vocab_size == 49408  # CLIP's own
-    own_bpe = clip_tokenizer() if has_own_bpe else None
+    if tokenizer is not None:
+        export_tokenizer(tokenizer, out, cfg.text_cfg.context_length, takes_raw_text=True)
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", config)
     _write_weights(weights, out / "model.safetensors")
-    if tokenizer_model is not None:
-        export_tokenizer(tokenizer_model, out, cfg.text_cfg, takes_raw_text=True)
-    elif own_bpe is not None:
-        write_tokenizer(own_bpe, out, CLIP_TOKENS, cfg.text_cfg.context_length)
     size = cfg.vision_cfg.image_size
     preprocessing = {
         "image_processor_type": "CLIPImageProcessor",

@@ -1,7 +1,8 @@
 """Tokenizers as Hugging Face's tokenizer.json, which AutoTokenizer and open_clip's get_tokenizer load.
 
-    a sentencepiece model    export_tokenizer    [..., eos]; BPE or unigram, with pad, eos and unk set
-    CLIP's own BPE           clip_tokenizer      [start, ..., end], from the merges that open_clip ships
+    a sentencepiece model    sentencepiece_tokenizer    [..., eos]; BPE or unigram, with pad, eos and unk set
+    CLIP's own BPE           clip_tokenizer             [start, ..., end], from the merges that open_clip ships
+    Hugging Face's           hugging_face_tokenizer     its own, with the cleaning of captions in front
 
 transformers' own conversions of sentencepiece models are not exact: T5TokenizerFast drops the leading U+2581, the slow
 T5Tokenizer loses byte fallback, and 5.x accepts no .model file. Here BPE is exact, and unigram is exact except for
@@ -22,6 +23,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from infcl.data.tokenizer.open_clip import PROBES, HuggingFaceTokenizer
+from infcl.data.tokenizer.source import TokenizerSource
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _SPACE = "\u2581"
@@ -33,25 +37,39 @@ _CLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 _FINAL_SIGMA = Regex(r"(?<=[\p{Lu}\p{Ll}\p{Lt}])Σ(?![\p{Lu}\p{Ll}\p{Lt}])")
 
 
-def export_tokenizer(model_path: str | Path, out: Path, text: Any, *, takes_raw_text: bool) -> None:
-    """Write spiece.model (a copy), tokenizer.json and tokenizer_config.json.
+def export_tokenizer(source: TokenizerSource, out: Path, context_length: int, *, takes_raw_text: bool) -> None:
+    """Write the files of a tokenizer into an exported folder: tokenizer.json, tokenizer_config.json and others.
 
     Args:
-        model_path: sentencepiece file.
-        out: folder to write into.
-        text: the model's text_cfg.
-        takes_raw_text: the tokenizer cleans captions as training does, and reads "</s>" and the like as text, since
-            they would end the caption. False: the caller cleans captions.
+        source: the tokenizer.
+        out: folder to write into; it is made once the tokenizer is ready.
+        context_length: the model's.
+        takes_raw_text: the files clean captions as training does. Where that removes punctuation, they also read
+            "</s>" and the like as text, since they would end the caption. False: the caller cleans captions, and has
+            CLIP's own tokenizer.
 
     Raises:
-        ValueError: tokenizer.json cannot express the model exactly.
+        ValueError: the files cannot express the tokenizer exactly.
     """
-    proto = read_model(model_path)
-    trainer = proto.trainer_spec
-    tokenizer = sentencepiece_tokenizer(proto, cleaning_steps(text.repairs_captions) if takes_raw_text else ())
-    names = {"eos_token": trainer.eos_piece, "pad_token": trainer.pad_piece, "unk_token": trainer.unk_piece}
-    shutil.copyfile(model_path, out / "spiece.model")
-    write_tokenizer(tokenizer, out, names, text.context_length, reads_special_as_text=takes_raw_text)
+    how = source.kwargs.get("clean", "lower" if source.kind == "clip" else "whitespace") if takes_raw_text else None
+    if source.kind == "sentencepiece":
+        proto = read_model(source.where)
+        trainer, tokenizer = proto.trainer_spec, sentencepiece_tokenizer(proto, cleaning_steps(how))
+        names = {"eos_token": trainer.eos_piece, "pad_token": trainer.pad_piece, "unk_token": trainer.unk_piece}
+    elif source.kind == "clip":
+        tokenizer, names = clip_tokenizer(cleaning_steps(how)), CLIP_TOKENS
+    else:
+        theirs = source.open(context_length)
+        assert isinstance(theirs, HuggingFaceTokenizer)
+        if not takes_raw_text:
+            theirs.save_files(out)
+            return
+        tokenizer = hugging_face_tokenizer(theirs, cleaning_steps(how))
+        names = {name: token for name, token in theirs.inner.special_tokens_map.items() if isinstance(token, str)}
+    out.mkdir(parents=True, exist_ok=True)
+    if source.kind == "sentencepiece":
+        shutil.copyfile(source.where, out / "spiece.model")
+    write_tokenizer(tokenizer, out, names, context_length, reads_special_as_text=how == "canonicalize")
 
 
 def write_tokenizer(
@@ -140,12 +158,35 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(ranked)]
 
 
-def clip_tokenizer() -> Tokenizer:
+def hugging_face_tokenizer(theirs: HuggingFaceTokenizer, cleaning: Sequence[normalizers.Normalizer]) -> Tokenizer:
+    """Return a tokenizer of Hugging Face that first applies the `cleaning`.
+
+    Raises:
+        ValueError: tokenizer.json cannot express it exactly.
+    """
+    why = ""
+    if theirs.strips_sep or theirs.mode:
+        why = f"{'strip_sep_token' if theirs.strips_sep else f'tokenizer_mode {theirs.mode}'} changes its ids"
+    elif not hasattr(theirs.inner, "backend_tokenizer"):
+        why = "transformers has only its Python code"
+    else:
+        tokenizer = Tokenizer.from_str(theirs.inner.backend_tokenizer.to_str())
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(theirs.context_length)
+        own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
+        tokenizer.normalizer = normalizers.Sequence([*cleaning, *own])
+        if [tokenizer.encode(text).ids for text in PROBES] == theirs.rows(PROBES):
+            tokenizer.no_truncation()
+            return tokenizer
+        why = "with the cleaning of captions its ids are others"
+    raise ValueError(f"tokenizer {theirs.name} cannot be exported for transformers: {why}; use --format open_clip")
+
+
+def clip_tokenizer(cleaning: Sequence[normalizers.Normalizer]) -> Tokenizer:
     """Return CLIP's own byte-pair tokenizer, for models that were trained with --tokenizer open_clip:MODEL.
 
-    The ids are those of SimpleTokenizer (open_clip/tokenizer.py). Padding repeats the end, which changes no feature
-    because the causal text tower pools at the first end. Captions are repaired as far as tokenizer.json can express it
-    (repair_steps), then lowercased.
+    The ids are those of SimpleTokenizer (open_clip/tokenizer.py) after the `cleaning`. Padding repeats the end, which
+    changes no feature because the causal text tower pools at the first end.
 
     Raises:
         ValueError: open_clip is not installed.
@@ -164,7 +205,7 @@ def clip_tokenizer() -> Tokenizer:
     ids = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=_END, end_of_word_suffix="</w>"))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (_START, _END)])
-    tokenizer.normalizer = normalizers.Sequence([*repair_steps(), *lower_steps()])
+    tokenizer.normalizer = normalizers.Sequence(list(cleaning))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_CLIP_WORDS), "removed", invert=True),
@@ -177,19 +218,18 @@ def clip_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def cleaning_steps(repairs: bool) -> list[normalizers.Normalizer]:
-    """Return normalizers that clean captions as infcl.data.tokenizer.canonicalise does, after repairs if any.
+def cleaning_steps(how: str | None) -> list[normalizers.Normalizer]:
+    """Return normalizers that clean captions as infcl.data.tokenizer.clean does, as far as they can; None: none.
 
-    '_' becomes a space, other ASCII punctuation is removed, letters are lowercased. Characters that Python counts as
-    space, but that the model's charsmap would remove, become spaces.
+    White space is what Python counts as such; a sentencepiece model's charsmap would remove some of it.
     """
-    return [
-        *(repair_steps() if repairs else []),
-        normalizers.Replace("_", " "),
-        normalizers.Replace(Regex(r"[!-/:-@\[-`{-~]"), ""),
-        normalizers.Replace(Regex(r"[\x0b\x1c-\x1f\x{85}]"), " "),
-        *lower_steps(),
-    ]
+    if how is None:
+        return []
+    steps = [*repair_steps(), normalizers.Replace(Regex(r"[\s\x0b\x1c-\x1f\x{85}]+"), " ")]
+    if how == "canonicalize":  # '_' becomes a space, other ASCII punctuation is removed
+        steps += [normalizers.Replace("_", " "), normalizers.Replace(Regex(r"[!-/:-@\[-`{-~]"), "")]
+        steps += [normalizers.Replace(Regex(" {2,}"), " ")]
+    return [*steps, *(lower_steps() if how != "whitespace" else []), normalizers.Strip()]
 
 
 def repair_steps() -> list[normalizers.Normalizer]:

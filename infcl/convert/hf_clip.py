@@ -124,7 +124,7 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
         "bos_token_id": None if text.pool_type == "eos" else eos_id - 1,
         "pad_token_id": text.pad_id,
     }
-    if text.repairs_captions:
+    if text.tokenizer_kwargs:
         special_ids["tokenizer_kwargs"] = text.tokenizer_kwargs  # ignored by transformers
     return {
         "architectures": ["CLIPModel"],

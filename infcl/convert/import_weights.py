@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from infcl.convert.hf_clip import from_hf, from_hf_config
+from infcl.data.tokenizer.source import described_in
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers, load_any_config
 from infcl.models.open_clip_config import PREFIX, import_open_clip, parse_preprocess, read_object
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
@@ -67,19 +68,15 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
     if is_run:
         from infcl.checkpoint.load import consolidated_state_dict
 
-        run = path if (path / "model_config.json").is_file() else path.parent.parent
-        return Weights(consolidated_state_dict(path, ema=ema), load_any_config(run / "model_config.json"), str(path))
+        cfg = load_any_config(described_in(path) / "model_config.json")
+        state = _our_names(consolidated_state_dict(path, ema=ema))
+        return Weights(state, cfg, str(path), cfg.preprocess.mean, cfg.preprocess.std)
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
     said = _preprocessing(path)
     pixels = said.get("mean") or IMAGE_MEAN, said.get("std") or IMAGE_STD
     return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), *pixels)
-
-
-def sentencepiece_file(folder: Path) -> Path | None:
-    """Return the sentencepiece model of a run or an exported folder, or None."""
-    return next((path for name in ("tokenizer.model", "spiece.model") if (path := folder / name).is_file()), None)
 
 
 def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
@@ -90,7 +87,7 @@ def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
     """
     if source is None:
         return {}
-    said = _tag(source, model) if source.startswith(PREFIX) else _preprocessing(Path(source))
+    said = _tag(source, model) if source.startswith(PREFIX) else _preprocessing(described_in(Path(source)))
     preprocess = dataclasses.asdict(parse_preprocess(said, f"--pretrained {source}"))
     return {name: value for name, value in preprocess.items() if name in said}
 
@@ -302,8 +299,9 @@ def _our_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("text."): value for name, value in state.items()}
 
 
-_PREPROCESSING = {  # file: its section; of open_clip, CLIPImageProcessor and CLIPProcessor
+_PREPROCESSING = {  # file: its section; of open_clip, runs, CLIPImageProcessor and CLIPProcessor
     "open_clip_config.json": "preprocess_cfg",
+    "model_config.json": "preprocess_cfg",
     "preprocessor_config.json": None,
     "processor_config.json": "image_processor",
 }

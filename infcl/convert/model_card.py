@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infcl.checkpoint.run_folder import RunFolder
+from infcl.data.tokenizer.source import TokenizerSource
 from infcl.models import CLIPConfig, OpenClipConfig, build_towers
 
 _LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
@@ -31,7 +32,7 @@ def write_card(
     name: str,
     *,
     format: str,
-    has_tokenizer: bool,
+    tokenizer: TokenizerSource | None,
     card: Mapping[str, Any],
 ) -> None:
     """Write README.md.
@@ -40,12 +41,12 @@ def write_card(
         folder: the exported folder, in `format` (export.FORMATS).
         cfg: the model's config.
         name: title of the card.
-        has_tokenizer: whether the folder contains a tokenizer.
+        tokenizer: the model's tokenizer, if it is known.
         card: summary.json of the run, or {}.
     """
     flags = RunFolder(Path(card["paths"]["run"])).flags() if "paths" in card else {}
     sections = [
-        _usage(cfg, format, has_tokenizer),
+        _usage(cfg, format, tokenizer),
         _section("Model", _model_rows(cfg)),
         _section("Training", _training_rows(card, flags)),
         _section("Evaluation", _evaluation_rows(card)),
@@ -56,26 +57,33 @@ def write_card(
     (folder / "README.md").write_text(head + "\n".join([title, *filter(None, sections)]), encoding="utf-8")
 
 
-def _usage(cfg: CLIPConfig | OpenClipConfig, format: str, has_tokenizer: bool) -> str:
-    note = ""
+def _usage(cfg: CLIPConfig | OpenClipConfig, format: str, tokenizer: TokenizerSource | None) -> str:
+    note, takes_raw_text = "", tokenizer is not None and tokenizer.kwargs.get("clean", "") is None
     if format == "hf":
-        tokenizer = "FOLDER" if has_tokenizer else "openai/clip-vit-base-patch32"  # the latter is CLIP's own
-        code = (
-            "from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel\n\n"
-            'model = CLIPModel.from_pretrained("FOLDER")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")\n'
-            'processor = CLIPImageProcessor.from_pretrained("FOLDER")\n'
-            'texts = tokenizer(["a photo of a cat"], padding="max_length", truncation=True, return_tensors="pt")'
-        )
+        lines = [
+            "from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel\n",
+            'model = CLIPModel.from_pretrained("FOLDER")',
+            'processor = CLIPImageProcessor.from_pretrained("FOLDER")',
+        ]
+        if tokenizer is not None:
+            lines.append('tokenizer = AutoTokenizer.from_pretrained("FOLDER")')
+            options = 'padding="max_length", truncation=True, return_tensors="pt"'
+            lines.append(f'texts = tokenizer(["a photo of a cat"], {options})')
+        code = "\n".join(lines)
+        if tokenizer is not None and not takes_raw_text:
+            note = (
+                "The tokenizer cleans captions as in training, except for text in a wrong encoding, terminal codes and "
+                "rare HTML entities, which training repaired with ftfy and html.unescape."
+            )
     elif format == "open_clip" and cfg.loads_in_open_clip:
-        code = (
-            "import open_clip\n\n"
-            'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")\n'
-            'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")'
-        )
+        code = 'import open_clip\n\nmodel, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")'
         note = "`model.encode_image` and `model.encode_text` with `normalize=True` give unit vectors."
-        if has_tokenizer:
+        if tokenizer is not None:
+            code += '\ntokenizer = open_clip.get_tokenizer("local-dir:FOLDER")'
+        if tokenizer is not None and tokenizer.kind != "clip":
             note += " For a hub repository set `text_cfg.hf_tokenizer_name` in open_clip_config.json to its id."
+        if takes_raw_text:
+            note += " open_clip collapses white space and repairs captions before the tokenizer, which took raw text."
     else:
         code = 'from infcl.convert.export import load_exported\n\nmodel, cfg = load_exported("FOLDER")'
         if not cfg.loads_in_open_clip:

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infcl.config import TrainConfig
 from infcl.config.checks import is_table
 from infcl.data.captions import decode_captions, parse_json
+from infcl.data.config import columns_of, limits_of
 from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_image, reject_damage
 from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
 from infcl.data.records import BadSample, Record
@@ -29,6 +31,7 @@ from infcl.data.storage import ShardFault, open_lines
 from infcl.data.streaming import stream_records
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, read_image
 from infcl.data.transforms import EvalTransform, PillowTransform
+from infcl.models import CLIPConfig, OpenClipConfig
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 EVAL_LIMITS = ImageLimits(min_side=1)
@@ -45,6 +48,7 @@ class EvalConfig:
         keys: which members of a shard form a sample.
         columns: which columns of a table form a sample.
         limits: which images are rejected by their header.
+        captions: "one" or "lines", as --captions.
         resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).
         preprocess: how images are resized.
     """
@@ -54,17 +58,38 @@ class EvalConfig:
     keys: SampleKeys = DEFAULT_KEYS
     columns: TableColumns = DEFAULT_COLUMNS
     limits: ImageLimits = EVAL_LIMITS
+    captions: str = "one"
     resize: str = "torch"
     preprocess: Preprocess = CLIP_PREPROCESS
+
+    @classmethod
+    def of(cls, flags: TrainConfig, data: str, model: CLIPConfig | OpenClipConfig, **others: Any) -> "EvalConfig":
+        """Return the set `data` as a run with these flags and this model reads it."""
+        image, text = f"{flags.image_key};{DEFAULT_KEYS.image}", f"{flags.text_key};{DEFAULT_KEYS.text}"
+        return cls(
+            data=data,
+            image_size=model.vision_cfg.image_size,
+            keys=SampleKeys(image, text, flags.json_text_key),
+            columns=columns_of(flags),
+            limits=limits_of(flags, EVAL_LIMITS),
+            captions=flags.captions,
+            preprocess=model.preprocess,
+            **others,
+        )
 
 
 class EvalSample(NamedTuple):
     """One transformed sample of an evaluation set."""
 
     image: torch.Tensor  # uint8 [3, S, S]
-    caption: str  # one caption per line; "" without a caption
+    captions: list[str]  # [] without a caption
     metadata: dict[str, Any]  # the json member, or {}
     key: str
+
+    @property
+    def caption(self) -> str:
+        """The first caption, or ""."""
+        return self.captions[0] if self.captions else ""
 
 
 class EvalSamples:
@@ -95,7 +120,7 @@ class EvalSamples:
         self.transform = (PillowTransform if config.resize == "pil" else EvalTransform)(
             config.image_size, config.preprocess
         )
-        self.source, self.keys, self.limits = source, config.keys, config.limits
+        self.source, self.keys, self.limits, self.lines = source, config.keys, config.limits, config.captions == "lines"
         self.rank, self.world_size, self.threads = rank, world_size, threads
         self.limit, self.is_cut = limit, False
         self.skipped: Counter[str] = Counter()
@@ -140,7 +165,7 @@ class EvalSamples:
             return BadSample(fault.cause, str(fault))
         except BadSample as bad:
             return bad
-        return EvalSample(image, self._caption(record), metadata, key)
+        return EvalSample(image, self._captions(record, metadata), metadata, key)
 
     def _pixels(self, data: bytes) -> torch.Tensor:
         if not isinstance(self.transform, PillowTransform):
@@ -148,12 +173,15 @@ class EvalSamples:
         with reject_damage():
             return self.transform(open_image(data, self.limits))
 
-    def _caption(self, record: Record) -> str:
-        """Return the caption under the given keys, else under the default keys, else ""."""
+    def _captions(self, record: Record, metadata: dict[str, Any]) -> list[str]:
+        """Return the captions of the given json key, else the json list "captions", else those of the other keys."""
+        listed = metadata.get("captions")
         for keys in (self.keys, DEFAULT_KEYS):
+            if keys.json_text is None and isinstance(listed, list):
+                return [text for text in listed if isinstance(text, str)]
             with contextlib.suppress(BadSample):
-                return decode_captions(record, keys, max_bytes=MAX_TEXT_BYTES)[0][0]
-        return ""
+                return decode_captions(record, keys, max_bytes=MAX_TEXT_BYTES, lines=self.lines)[0]
+        return []
 
 
 def eval_source(config: EvalConfig) -> Callable[..., EvalSamples]:

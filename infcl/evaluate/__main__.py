@@ -7,16 +7,18 @@ Exit codes: 0 done, 2 a usage error (reported in one line).
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
-from infcl.config import CAPTIONS, LOSS_NAMES, OneLineParser, aligned, counted
+from infcl.checkpoint.run_folder import run_of
+from infcl.config import CAPTIONS, LOSS_NAMES, OneLineParser, TrainConfig, aligned, counted
 from infcl.data.evaluation import RESIZES, EvalConfig
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
@@ -25,6 +27,10 @@ from infcl.models.packing import packs, texts_for_model
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
 from infcl.parallel.process import end_process
 
+_READING = (  # flags of a run that are taken over
+    "image_key", "text_key", "json_text_key", "captions",
+    "csv_separator", "csv_img_key", "csv_caption_key", "csv_img_root",
+)  # fmt: skip
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
 
@@ -59,13 +65,12 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
     named = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
     clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **named)
-    config = EvalConfig(
-        data=args.data,
-        image_size=clip.cfg.vision_cfg.image_size,
-        columns=TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key, args.csv_img_root),
-        resize=args.image_resize,
-        preprocess=clip.cfg.preprocess,
-    )
+    run = run_of(Path(args.checkpoint))
+    flags = TrainConfig() if run is None else run.config()
+    if args.data != flags.val_data:
+        flags = dataclasses.replace(flags, csv_img_root=None)  # another table's
+    given = {name: value for name in _READING if (value := getattr(args, name)) is not None}
+    config = EvalConfig.of(dataclasses.replace(flags, **given), args.data, clip.cfg, resize=args.image_resize)
     common = {"tokenizer": tokenizer, "batch_size": args.batch_size}
     if args.task == "zeroshot":
         files = {name: getattr(args, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
@@ -76,7 +81,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
             if size < 1 or size % ranks:
                 raise ValueError(f"--loss-batch-size {size} is not a multiple of {ranks} ranks")
             loss = ValidationLoss(args.loss, "auto", size // ranks)
-        task = RetrievalTask(config, captions=args.captions, loss=loss, **common)
+        task = RetrievalTask(config, loss=loss, **common)
     task.check()
     started = time.perf_counter()
     metrics = task.run(encoder(clip, args.precision), parallel)
@@ -126,11 +131,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--zeroshot-classnames", help=names)
     add("--zeroshot-templates", help="a prompt per line, {} is the name, or imagenet [templates.txt with the data]")
     add("--zeroshot-classes", help="the classes that compete, for ImageNet-A, -R, -O, ObjectNet and the like [all]")
-    add("--csv-separator", default=DEFAULT_COLUMNS.separator, help="of a .csv or .tsv: between columns [tab]")
-    add("--csv-img-key", default=DEFAULT_COLUMNS.image, help="its column of image paths [filepath]")
-    add("--csv-caption-key", default=DEFAULT_COLUMNS.caption, help="its column of captions [title]")
+    add("--image-key", help="extensions of the image member [the run's; jpg;png;jpeg;webp]")
+    add("--text-key", help="extensions of the caption member [the run's; txt]")
+    add("--json-text-key", help="take captions from this key of the json member [the run's]")
+    add("--csv-separator", help="of a .csv or .tsv: between columns [the run's; tab]")
+    add("--csv-img-key", help="its column of image paths [the run's; filepath]")
+    add("--csv-caption-key", help="its column of captions [the run's; title]")
     add("--csv-img-root", help="where its relative image paths start [its folder]")
-    add("--captions", choices=CAPTIONS, default="one", help="lines: each line of a text member is a caption")
+    add("--captions", choices=CAPTIONS, help="lines: each line of a text member is a caption [the run's; one]")
     add("--loss-batch-size", type=int, help="report the loss of global batches of this size too (retrieval)")
     add("--loss", choices=LOSS_NAMES, default="inf_cl", help="which loss that is [inf_cl]")
     add("--image-resize", choices=RESIZES, default="torch", help="pil: the pixels of published figures [torch]")

@@ -112,25 +112,21 @@ class Task(ABC):
 class RetrievalTask(Task):
     """Image-text retrieval over the samples of a set. Samples without a caption are skipped.
 
-    An image's captions are the list "captions" of its json record or, without that list, its caption.
+    An image's captions are those of --json-text-key, else the list "captions" of its json, else its caption.
 
     Args:
-        captions: "lines" splits a caption into one caption per line (CLIP-benchmark's shards of COCO and Flickr).
         loss: also report val_loss, computed from the same features.
         common: arguments of Task.
     """
 
     missing, skipped_as = "with a caption", "no_caption"
 
-    def __init__(self, config: EvalConfig, *, captions: str = "one", loss: ValidationLoss | None = None, **common: Any):
+    def __init__(self, config: EvalConfig, *, loss: ValidationLoss | None = None, **common: Any):
         super().__init__(config, **common)
-        self.captions, self.loss = captions, loss
+        self.loss = loss
 
     def target(self, sample: EvalSample) -> list[str] | None:
-        listed = sample.metadata.get("captions")
-        if not isinstance(listed, list):
-            listed = sample.caption.splitlines() if self.captions == "lines" else [sample.caption]
-        return [caption for caption in listed if isinstance(caption, str) and caption.strip()] or None
+        return [caption for caption in sample.captions if caption.strip()] or None
 
     def collate(self, samples: list[tuple[torch.Tensor, list[str]]]) -> tuple[torch.Tensor, ...]:
         """Return images [m, 3, S, S], tokens [sum of captions, L] and captions per image [m]."""
@@ -167,7 +163,7 @@ class ZeroShotTask(Task):
         classes: str | None = None,
         **common: Any,
     ):
-        super().__init__(dataclasses.replace(config, keys=SampleKeys(text="cls")), **common)
+        super().__init__(dataclasses.replace(config, keys=SampleKeys(config.keys.image, "cls")), **common)
         data, path = config.data, Path(config.data)
         is_folder = path.is_dir() and not any(path.glob("*.tar"))
         folder = path if is_folder else Path(expand_shards(data)[0]).parent

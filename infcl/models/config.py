@@ -85,8 +85,10 @@ class TextConfig:
     no_causal_mask: bool = False  # True: every token attends to every other, padding included
     eos_id: int = 2  # the id at which "eos" pools
     pad_id: int = 0
-    hf_tokenizer_name: str | None = None  # for open_clip's get_tokenizer; unused here
-    tokenizer_kwargs: dict[str, Any] | None = None  # for open_clip; CLEAN in a model whose tokenizer repairs captions
+    # The record of the tokenizer (infcl/data/tokenizer/source.py), which open_clip's get_tokenizer reads too.
+    hf_tokenizer_name: str | None = None
+    tokenizer_kwargs: dict[str, Any] | None = None
+    tokenizer_mode: str | None = None
 
     def __post_init__(self):
         _check_positive(self, "text_cfg", "context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
@@ -98,11 +100,6 @@ class TextConfig:
         for name in ("eos_id", "pad_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"text_cfg.{name} {getattr(self, name)} must lie in [0, vocab_size {self.vocab_size})")
-
-    @property
-    def repairs_captions(self) -> bool:
-        """Whether captions are repaired before a sentencepiece tokenizer cleans them; False in models of older runs."""
-        return (self.tokenizer_kwargs or {}).get("clean") == CLEAN["clean"]
 
     @property
     def end_id(self) -> int:
@@ -158,19 +155,18 @@ class CLIPConfig:
             text_cfg=dataclasses.replace(self.text_cfg, **text),
         )
 
-    def with_tokenizer(self, *, repairs: bool = True, **ids: Any) -> "CLIPConfig":
-        """Return the config of the same towers with a sentencepiece tokenizer that writes [ids..., eos, pad, ...].
+    def with_tokenizer(self, **fields: Any) -> "CLIPConfig":
+        """Return the config of the same towers with other fields of text_cfg, which describe a tokenizer.
 
-        Pooling moves from the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask does not
-        change: under a causal mask the eos position never sees the padding after it, so no padding mask is needed.
+        The defaults are those of a sentencepiece tokenizer, which writes [ids..., eos, pad, ...]: pooling moves from
+        the largest id (the end-of-text token of CLIP's BPE) to the first eos. The mask does not change: under a causal
+        mask the eos position never sees the padding after it, so no padding mask is needed.
 
         Args:
-            repairs: whether captions are repaired before the tokenizer cleans them.
-            ids: vocab_size, context_length, eos_id and pad_id of the tokenizer (`Tokenizer.ids`).
+            fields: vocab_size, context_length, eos_id and pad_id of the tokenizer (`ids_of`), and other fields.
         """
-        kwargs = CLEAN if repairs else None
-        text = dataclasses.replace(self.text_cfg, pool_type="eos", tokenizer_kwargs=kwargs, **ids)
-        return dataclasses.replace(self, text_cfg=text)
+        given = {"pool_type": "eos", "tokenizer_kwargs": CLEAN} | fields
+        return dataclasses.replace(self, text_cfg=dataclasses.replace(self.text_cfg, **given))
 
 
 def kept_patches(patches: int, dropout: float) -> int:

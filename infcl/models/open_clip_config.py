@@ -48,11 +48,6 @@ class TextInput:
     tokenizer_kwargs: dict[str, Any] | None = None
 
     @property
-    def repairs_captions(self) -> bool:
-        """Whether a sentencepiece tokenizer repairs captions before it cleans them; False in models of older runs."""
-        return (self.tokenizer_kwargs or {}).get("clean") == CLEAN["clean"]
-
-    @property
     def end_id(self) -> int:
         """The id that ends a caption: the largest id if the tower pools there, else eos_id."""
         return self.vocab_size - 1 if self.pool_type == "argmax" and not self.hf_model_name else self.eos_id
@@ -140,17 +135,11 @@ class OpenClipConfig:
         vision = {"image_size": image_size, "patch_dropout": patch_dropout}
         return self.with_fields(vision_cfg=vision, text_cfg={"context_length": context_length})
 
-    def with_tokenizer(self, *, repairs: bool = True, **ids: Any) -> "OpenClipConfig":
-        """Return the config of the same towers with a sentencepiece tokenizer (CLIPConfig.with_tokenizer).
-
-        Raises:
-            ValueError: the text tower is a Hugging Face model, which has its own vocabulary.
-        """
-        if name := self.text_cfg.hf_model_name:
-            raise ValueError(
-                f"--model {self.source}: its text tower {name} has a vocabulary of its own: --tokenizer hf:{name}"
-            )
-        return self.with_fields(text_cfg=ids | {"pool_type": "eos", "tokenizer_kwargs": CLEAN if repairs else {}})
+    def with_tokenizer(self, **fields: Any) -> "OpenClipConfig":
+        """Return the config of the same towers with another tokenizer (CLIPConfig.with_tokenizer)."""
+        text = self.fields["text_cfg"] | {"pool_type": "eos", "tokenizer_kwargs": CLEAN} | fields
+        kept = {name: value for name, value in text.items() if value is not None or name not in fields}
+        return dataclasses.replace(self, fields=self.fields | {"text_cfg": kept})
 
     def with_fields(self, **parts: dict[str, Any]) -> "OpenClipConfig":
         """Return the config with keys of vision_cfg, text_cfg or preprocess replaced; None keeps a key."""

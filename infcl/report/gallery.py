@@ -55,24 +55,19 @@ def retrieval_gallery(run: Run) -> Gallery | str:
 
 
 def _gallery(run: Run, data: str) -> Gallery | str:
+    from infcl.checkpoint.run_folder import RunFolder
     from infcl.data.evaluation import EvalConfig, eval_source
-    from infcl.data.table import DEFAULT_COLUMNS, TableColumns
     from infcl.evaluate.load import load_model
     from infcl.models.flops import forward_flops
 
-    columns = zip(DEFAULT_COLUMNS, ("csv_separator", "csv_img_key", "csv_caption_key"))
-    table = TableColumns(*(str(run.config.get(name, default)) for default, name in columns))
-    named = str(run.config.get("tokenizer") or "")
-    tokenizer = named if named.startswith("open_clip:") else None  # others are stored in the export
     try:
-        model, tokenize = load_model(run.root / "export", device=torch.device("cpu"), tokenizer=tokenizer)
+        model, tokenize = load_model(run.root / "export", device=torch.device("cpu"))
     except ValueError as error:
         return f"No gallery: {error}"
-    size = model.cfg.vision_cfg.image_size
     flops = sum(forward_flops(model.cfg, training=False).values())
     limit = int(min(MAX_CANDIDATES, max(MIN_CANDIDATES, BUDGET_FLOPS // flops)))
-    source = eval_source(EvalConfig(data=data, image_size=size, columns=table))
-    captioned = ((sample.image, caption) for sample in source() if (caption := _caption(sample)))
+    source = eval_source(EvalConfig.of(RunFolder(run.root).config(), data, model.cfg))
+    captioned = ((sample.image, caption) for sample in source() if (caption := _caption(sample.captions)))
     samples = list(islice(captioned, limit))
     if len(samples) < 2:
         return f"No gallery: {data} has no captioned pictures."
@@ -101,11 +96,8 @@ def _result(scores: torch.Tensor, query: int, captions: list[str], pixels: torch
     return Result(item(query), [item(index) for index in best], rank=1 + int((scores > scores[query]).sum()))
 
 
-def _caption(sample) -> str:
-    listed = sample.metadata.get("captions")
-    if isinstance(listed, list):
-        return next((caption.strip() for caption in listed if isinstance(caption, str)), "")
-    return next(iter(sample.caption.strip().splitlines()), "")
+def _caption(captions: list[str]) -> str:
+    return next((caption.strip() for caption in captions if caption.strip()), "")
 
 
 def _thumbnail(pixels: torch.Tensor) -> str:

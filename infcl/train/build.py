@@ -5,32 +5,22 @@ import math
 import os
 import socket
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import RunSpec, TrainConfig, may_pack, option_of, resolve, settings_of, total_steps
 from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
-from infcl.data.config import DataConfig, columns_of, limits_of
-from infcl.data.evaluation import EVAL_LIMITS, EvalConfig
-from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.config import DataConfig
+from infcl.data.evaluation import EvalConfig
 from infcl.data.loader import StepLoader, TrainLoader
 from infcl.data.plan import Share
 from infcl.data.synthetic import SyntheticSource
-from infcl.data.tokenizer import Tokenizer, ids_of
-from infcl.data.tokenizer.open_clip import (
-    HF_PREFIX,
-    PREFIX,
-    AnyTokenizer,
-    HuggingFaceTokenizer,
-    OpenClipTokenizer,
-    open_clip_tokenizer,
-)
+from infcl.data.tokenizer.open_clip import AnyTokenizer, OpenClipTokenizer
+from infcl.data.tokenizer.source import find_tokenizer, read_ids
 from infcl.engine.schedule import Schedule
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
@@ -121,32 +111,13 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
             f"--model open_clip:{config.model} takes others"
         )
     check_divides(model_config, config.tensor_parallel_size)
-    tokenizer, model_config = _build_tokenizer(config, model_config)
+    tokenizer = None
+    if config.tokenizer is not None:
+        source = find_tokenizer(config.tokenizer, model_config)
+        tokenizer = source.open(model_config.text_cfg.context_length)
+        model_config = read_ids(model_config, source, tokenizer)
     _check_vocabulary(config, model_config, tokenizer)
     return tokenizer, model_config
-
-
-def _build_tokenizer(
-    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig
-) -> tuple[AnyTokenizer | None, CLIPConfig | OpenClipConfig]:
-    """Return the tokenizer, if any, and the config of the model whose text tower reads its ids."""
-    if config.tokenizer is None:
-        return None, model_config
-    tokenizer: AnyTokenizer
-    length, repairs = model_config.text_cfg.context_length, False
-    if config.tokenizer.startswith(HF_PREFIX):
-        tokenizer = HuggingFaceTokenizer(config.tokenizer, length, model_config.to_dict()["text_cfg"])
-    elif config.tokenizer.startswith(PREFIX):
-        tokenizer = open_clip_tokenizer(config.tokenizer, context_length=length)
-        if isinstance(tokenizer, OpenClipTokenizer):
-            return tokenizer, model_config
-    else:
-        repairs = _repairs_captions(config)
-        tokenizer = Tokenizer(config.tokenizer, context_length=length, repairs=repairs)
-    if isinstance(model_config, OpenClipConfig) and isinstance(tokenizer, HuggingFaceTokenizer):
-        fields: dict[str, Any] = {"hf_tokenizer_name": tokenizer.name, "pad_id": tokenizer.pad_id}
-        return tokenizer, model_config.with_fields(text_cfg=fields)
-    return tokenizer, model_config.with_tokenizer(**ids_of(tokenizer), repairs=repairs)
 
 
 def _check_vocabulary(
@@ -165,16 +136,6 @@ def _check_vocabulary(
             f"{given} has {ids} ids, the {tower} of --model {config.model} has {embeddings} embeddings: use the "
             "tokenizer that belongs to the model, or set text_cfg.vocab_size in its config"
         )
-
-
-def _repairs_captions(config: TrainConfig) -> bool:
-    """Return False for a resumed run that began before captions were repaired, so that its token ids do not change."""
-    if config.resume is None or (config.resume == "latest" and (config.name is None or config.overwrite)):
-        return True
-    latest = config.resume == "latest"
-    root = Path(config.logs) / str(config.name) if latest else Path(config.resume).resolve().parent.parent
-    file = RunFolder(root).model_config
-    return not file.is_file() or load_any_config(file).text_cfg.repairs_captions
 
 
 def build_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> tuple[Towers, list[str]]:
@@ -314,26 +275,12 @@ def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
     if (flags.val_data or flags.zeroshot_data) and inputs.tokenizer is None:
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
     common: dict[str, Any] = {"tokenizer": inputs.tokenizer, "batch_size": batch.micro_batch_size}
-    model = inputs.model_config
-
-    def config_of(data: str, keys: SampleKeys = DEFAULT_KEYS) -> EvalConfig:
-        return EvalConfig(
-            data=data,
-            image_size=model.vision_cfg.image_size,
-            keys=keys,
-            columns=columns_of(flags),
-            limits=limits_of(flags, EVAL_LIMITS),
-            preprocess=model.preprocess,
-        )
-
     if flags.val_data:
         loss = ValidationLoss(flags.loss, flags.tile, batch.rank_batch_size, inputs.spec.tile_dtype)
-        image, text = f"{flags.image_key};{DEFAULT_KEYS.image}", f"{flags.text_key};{DEFAULT_KEYS.text}"
-        keys = SampleKeys(image, text, flags.json_text_key)
-        tasks["retrieval"] = RetrievalTask(
-            config_of(flags.val_data, keys), captions=flags.captions, loss=loss, **common
-        )
+        data = EvalConfig.of(flags, flags.val_data, inputs.model_config)
+        tasks["retrieval"] = RetrievalTask(data, loss=loss, **common)
     if flags.zeroshot_data:
         files = {name: getattr(flags, f"zeroshot_{name}") for name in ("classnames", "templates")}
-        tasks["zero_shot"] = ZeroShotTask(config_of(flags.zeroshot_data), **files, **common)
+        data = EvalConfig.of(flags, flags.zeroshot_data, inputs.model_config)
+        tasks["zero_shot"] = ZeroShotTask(data, **files, **common)
     return tasks

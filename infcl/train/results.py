@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written, write_atomic
 from infcl.config import TrainConfig
 from infcl.convert.export import export_model
+from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models.config import CLIPConfig, load_any_config
 from infcl.parallel import Parallel
 from infcl.report import draw_loss_curve, summary_table
@@ -72,9 +73,8 @@ def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPC
     if diverged := [name for name, value in weights.items() if not value.isfinite().all()]:
         raise ValueError(f"training has diverged: {len(diverged)} weights are not finite, {diverged[0]} first")
     draw_loss_curve(run.metrics, run.loss_curve)
-    tokenizer_path = run.tokenizer if run.tokenizer.is_file() else None
-    name = run.root.resolve().name
-    export_model(weights, model_config, tokenizer_path, run.export, name=name, card=summary)
+    tokenizer = stored_tokenizer(run.root, model_config)
+    export_model(weights, model_config, tokenizer, run.export, name=run.root.resolve().name, card=summary)
     write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
 
 

@@ -384,7 +384,8 @@ class Trainer:
         """Resume or start from scratch; write to the folder last, when no usage error is possible any more."""
         if checkpoint is not None:
             self._continue_from(checkpoint)
-        changed = self.run.open(self.config, self.model_config.to_json(), self.parallel, checkpoint)
+        model_config, tokenizer = self.model_config.to_json(), self.inputs.tokenizer
+        changed = self.run.open(self.config, model_config, self.parallel, checkpoint, tokenizer)
         self.metrics = MetricsWriter(
             self.run,
             self.config,

@@ -2,6 +2,7 @@
 
 import json
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -112,12 +113,16 @@ def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(plac
     assert weights_preprocess(str(path), "any") == {"mean": tuple(mean), "std": tuple(std)}
     ours, theirs = (seeded(config(vision={"image_size": image_size}), seed) for seed in (2, 3))
     load_pretrained(ours, image=str(path))
+    assert main(["import", str(path), "--out", str(tmp_path / "imported")]) == 0
     load_pretrained(theirs, str(write("pt", source, tmp_path)))  # a bare file does not say: as it is
     pixels = torch.randint(256, (3, 3, image_size, image_size), dtype=torch.uint8)
     normalised = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     with torch.no_grad():
         expected, got = theirs(normalised)["image_features"], ours(pixels)["image_features"]
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+        if image_size == 32:
+            imported = load_exported(tmp_path / "imported")[0](pixels)["image_features"]
+            torch.testing.assert_close(imported, expected, rtol=0, atol=2e-6)
         assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
 
 
@@ -137,7 +142,7 @@ def test_other_resizing_of_a_folder_is_reported_in_an_evaluation_of_our_towers(
     kind, file, foreign, said, source, tmp_path, caplog, monkeypatch
 ):
     """open_clip's ViT-H-14-378 of DFN5B squashes its images. A model of open_clip's resizes as its own config says."""
-    monkeypatch.setattr(load, "load_tokenizer", lambda source, cfg: None)
+    monkeypatch.setattr(load, "stored_tokenizer", lambda *_: mock.MagicMock(kind="clip"))
     path = write(f"folder_{kind}", source, tmp_path)
     load.load_model(path, device=torch.device("cpu"))
     assert not caplog.messages

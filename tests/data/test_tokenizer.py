@@ -13,9 +13,13 @@ from infcl.data.table import TableColumns, TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, repair
 from infcl.data.tokenizer.__main__ import main
 from infcl.data.tokenizer.learn import captions_of, train_tokenizer
-from infcl.data.tokenizer.open_clip import OpenClipTokenizer
-from tests.lib.open_clip_stub import import_open_clip
+from infcl.data.tokenizer.open_clip import HuggingFaceTokenizer, OpenClipTokenizer
+from infcl.data.tokenizer.source import find_tokenizer, read_ids
+from infcl.models.open_clip_config import OpenClipConfig
+from tests.lib.hf_tokenizers import write_tokenizer
+from tests.lib.open_clip_stub import import_open_clip, import_transformers
 from tests.lib.shard_files import write_shards
+from tests.lib.small_clip import small_config
 from tests.lib.small_loader import small_loader
 
 CAPTIONS = [
@@ -97,8 +101,8 @@ def test_byte_fallback_spells_unknown_characters(tmp_path):
 
 
 def test_a_tokenizer_pickles_without_its_file(model, tmp_path):
-    copy = tmp_path / "copy.model"
-    Tokenizer(model).save(copy)
+    Tokenizer(model).save(tmp_path)
+    copy = tmp_path / "tokenizer.model"
     tokenizer = Tokenizer(copy, context_length=12)
     copy.unlink()
     clone = pickle.loads(pickle.dumps(tokenizer))
@@ -174,7 +178,7 @@ def test_the_command_learns_from_tables_what_it_learns_from_shards(tmp_path, cap
 
 def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():
     open_clip = import_open_clip()
-    tokenizer, theirs = OpenClipTokenizer("open_clip:ViT-B-32", 16), open_clip.get_tokenizer("ViT-B-32")
+    tokenizer, theirs = OpenClipTokenizer(16), open_clip.get_tokenizer("ViT-B-32")
     captions = ["A photo of a Dog, brown!", "caf\u00e9 &amp; tea", "", "one two three four " * 10]
     assert torch.equal(tokenizer(captions), theirs(captions, context_length=16))
     assert tokenizer.truncated == 1 and (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (49408, 49407, 0)
@@ -182,6 +186,66 @@ def test_open_clips_tokenizer_has_the_same_interface_and_open_clips_ids():
     assert clone.sha256 == tokenizer.sha256 and torch.equal(clone(captions), tokenizer(captions))
     tokenizer._bpe.cache |= {str(i): "x" for i in range(200_001)}
     assert torch.equal(clone(captions), tokenizer(captions)) and len(tokenizer._bpe.cache) < 100  # bounded
+
+
+RAW = ["A photo of a Dog, brown!", "caf\u00e9 &amp;  tea_pot", "", "\u201cone\u201d two three four " * 10, "a </s> b"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "mode", "bert"),
+    [
+        ({}, None, False),
+        ({"clean": "canonicalize"}, None, False),
+        ({"clean": "lower"}, None, False),
+        ({"strip_sep_token": True}, None, True),
+        ({"clean": "canonicalize"}, "clips", True),
+    ],
+)
+def test_a_hugging_face_tokenizer_gives_open_clips_ids_and_counts_what_it_cuts(kwargs, mode, bert, tmp_path):
+    open_clip = import_open_clip()
+    folder = write_tokenizer(tmp_path / "here", bert=bert, also="</s>" if mode else "")
+    fields = {"tokenizer_kwargs": kwargs, "tokenizer_mode": mode}
+    for length in (12, 64):
+        tokenizer = HuggingFaceTokenizer(str(folder), length, fields)
+        theirs = open_clip.tokenizer.HFTokenizer(str(folder), length, tokenizer_mode=mode, **kwargs)
+        assert torch.equal(tokenizer(RAW), theirs(RAW))
+        whole = theirs.tokenizer([theirs.clean_fn(text) for text in RAW])["input_ids"]
+        assert tokenizer.truncated == sum(len(row) > length - (mode == "clips") for row in whole)
+        assert tokenizer([]).shape == (0, length)
+        clone = pickle.loads(pickle.dumps(tokenizer))
+        assert clone.sha256 == tokenizer.sha256 and torch.equal(clone(RAW), tokenizer(RAW))
+
+
+def test_padding_and_truncation_are_on_the_right_and_each_caption_ends_in_eos(tmp_path):
+    """A tokenizer of a language model pads on the left with its eos; pooling would take column 0 of every caption."""
+    import_transformers()
+    left = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "left", pad="</s>", side="left")), 12)
+    right = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "right")), 12)
+    exact = next(text for n in range(30) if len(right.rows([text := "a" + " b" * n])[0]) == 12)
+    texts = ["a red circle", "", exact, exact + " c", "one two three four " * 10]
+    ids, padded = left(texts), right(texts)
+    assert left.pad_id == left.eos_id and right.pad_id != right.eos_id
+    ends = [row.tolist().index(left.eos_id) for row in ids]
+    assert ends == [(row == right.eos_id).nonzero().item() for row in padded] and ends[2:] == [11] * 3
+    assert all(ids[i, : ends[i]].tolist() == padded[i, : ends[i]].tolist() for i in range(len(texts)))
+    assert len(set(ends)) > 2 and left.truncated == right.truncated == 2
+
+
+@pytest.mark.parametrize("around", [{"end": ""}, {"start": "</s>"}, {"start": "", "end": ""}])
+def test_a_tokenizer_without_an_end_of_its_own_is_rejected_where_the_tower_pools_there(around, tmp_path):
+    import_transformers()
+    folder = write_tokenizer(tmp_path / "here", **around)
+    cfg = small_config()
+    source = find_tokenizer(f"hf:{folder}", cfg)
+    with pytest.raises(ValueError, match="here does not end each caption with an id that occurs nowhere else"):
+        read_ids(cfg, source, source.open(12))
+    text = {"vocab_size": 400, "context_length": 12}
+    fields = {"embed_dim": 8, "vision_cfg": {"image_size": 32}, "text_cfg": text}
+    with pytest.raises(ValueError, match="does not end each caption"):
+        read_ids(OpenClipConfig("x", fields), source, source.open(12))
+    for others in ({"pool_type": "last"}, {"hf_model_name": "bert"}):  # these do not pool at an end
+        theirs = read_ids(OpenClipConfig("x", fields | {"text_cfg": text | others}), source, source.open(12))
+        assert theirs.text_cfg.pool_type == others.get("pool_type", "argmax")
 
 
 def test_another_tokenizer_is_rejected_on_resume(model, tmp_path):

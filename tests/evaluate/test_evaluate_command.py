@@ -6,6 +6,7 @@ Parity with open_clip on the same weights and images: its own transform, tokeniz
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,8 +23,10 @@ from infcl.evaluate.__main__ import main
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
 from infcl.report import read_metrics
+from infcl.report.gallery import retrieval_gallery
+from infcl.report.records import read_run
 from tests.lib.checkout import ROOT
-from tests.lib.open_clip_stub import import_open_clip, import_transformers
+from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip, import_transformers
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.small_clip import small_config
@@ -182,6 +185,44 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
         out, expected = ours(images, texts), theirs(input_ids=texts, pixel_values=images)
     torch.testing.assert_close(out["image_features"], expected.image_embeds, rtol=0, atol=1e-5)
     torch.testing.assert_close(out["text_features"], expected.text_embeds, rtol=0, atol=1e-5)
+
+
+def test_what_a_run_read_as_captions_and_pixels_is_what_is_evaluated_and_shown(demo_folder, tmp_path):
+    """The text members are wrong, the json ones are right; the image member has an extension of its own."""
+    colours = ["red", "green", "blue", "black", "white", "grey"]
+    members = []
+    for i, colour in enumerate(colours):
+        image = Image.fromarray(picture(i, 30 + 9 * i, 60))
+        members += [(f"{i}.photo", encode(image, "PNG")), (f"{i}.txt", b"wrong"), (f"{i}.png", b"wrong")]
+        members += [(f"{i}.json", json.dumps({"title": f"one {colour} digit", "captions": ["wrong", "too"]}).encode())]
+    write_tar(tmp_path / "data" / "0.tar", members)
+    fields = {"embed_dim": 24, "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}}
+    fields["text_cfg"] = {"context_length": 12, "width": 32, "heads": 4, "layers": 1, "vocab_size": 90}
+    preprocess = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
+    (tmp_path / "model.json").write_text(json.dumps({"model_cfg": fields, "preprocess_cfg": preprocess}))
+    config = demo_config(
+        demo_folder, tmp_path, model=f"open_clip:{tmp_path}/model.json", steps=2, batch_size=6, accum_freq=1,
+        train_data=str(tmp_path / "data"), val_data=str(tmp_path / "data"), json_text_key="title", image_key="photo",
+    )  # fmt: skip
+    import_open_clip()
+    run_ranks(fit_with_open_clip, 1, config)
+    run = tmp_path / "run"
+    reported = json.loads((run / "summary.json").read_text())["evaluation"]["retrieval"]
+    assert (reported["num_samples"], reported["num_captions"]) == (6, 6)
+    command = ("--task", "retrieval", "--data", tmp_path / "data", "--loss-batch-size", 6)
+    shutil.copytree(run / "export", tmp_path / "elsewhere")
+    for place in ("run", "run/checkpoints/step_00000002", "run/export", "elsewhere"):
+        more = ("--json-text-key", "title", "--image-key", "photo") if place == "elsewhere" else ()
+        assert evaluate(1, tmp_path, *command, "--checkpoint", tmp_path / place, *more) == pytest.approx(reported)
+    gallery = retrieval_gallery(read_run(run))
+    assert {result.query.text for result in gallery.text_to_image} == {f"one {colour} digit" for colour in colours}
+    found = [result.rank == 1 for result in gallery.text_to_image]
+    assert sum(found) / 6 == pytest.approx(reported["text_to_image_r1"], abs=1e-6)
+
+
+def fit_with_open_clip(rank, world_size, config):
+    declare_torchvision_operators()
+    return fit(rank, world_size, config)
 
 
 def test_a_subset_of_classes_competes_alone_and_a_label_may_have_several(data, exports, tmp_path):

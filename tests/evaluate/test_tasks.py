@@ -1,5 +1,6 @@
 """Evaluations are rejected before training where they could not be made, and read what training reads."""
 
+import dataclasses
 import json
 
 import pytest
@@ -133,7 +134,7 @@ def test_all_captions_of_a_long_text_member_count(tmp_path):
     """Training cuts a text member at 4 KB; here it may hold many captions."""
     captions = [f"{i} {'long ' * 30}".strip() for i in range(40)]
     data = shard(tmp_path / "many", encode(picture(1)), txt="\n".join(captions).encode())
-    task = RetrievalTask(of(data), captions="lines", **COMMON)
+    task = RetrievalTask(dataclasses.replace(of(data), captions="lines"), **COMMON)
     assert [task.target(sample) for sample in task.source()] == [captions]
 
 

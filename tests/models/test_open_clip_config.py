@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infcl.convert.import_weights import weights_preprocess
-from infcl.data.tokenizer.open_clip import open_clip_tokenizer
+from infcl.data.tokenizer.source import find_tokenizer
 from infcl.data.transforms import PillowTransform
 from infcl.models.clip import build_towers
 from infcl.models.config import load_any_config
@@ -162,4 +162,4 @@ def test_a_tag_brings_its_preprocessing_and_an_unknown_one_names_those_there_are
 
 def test_a_tokenizer_that_cannot_be_had_is_an_error():
     with pytest.raises(ValueError, match="--tokenizer hf:timm/ViT-B-16-SigLIP"):
-        open_clip_tokenizer("open_clip:ViT-B-16-SigLIP", context_length=64)
+        find_tokenizer("open_clip:ViT-B-16-SigLIP", load_open_clip_config("open_clip:ViT-B-32")).open(64)

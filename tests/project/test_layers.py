@@ -58,6 +58,7 @@ OF_LAUNCHERS = re.compile(
 )
 ENVIRONMENT_USERS = {
     "infcl/cluster/torchrun.py",  # sets torchrun's flags
+    "infcl/data/tokenizer/open_clip.py",  # TOKENIZERS_PARALLELISM, the only switch of that package's threads
     "infcl/kernels/__init__.py",  # TRITON_INTERPRET
     "infcl/models/attention.py",  # TRITON_INTERPRET
 }

@@ -1,17 +1,13 @@
 """Parts of a run, as the flags name them."""
 
-import dataclasses
-import json
 from types import SimpleNamespace
 
 import pytest
 
-from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import BatchPlan, TrainConfig, resolve
-from infcl.evaluate.load import load_tokenizer
 from infcl.models import load_model_config
 from infcl.parallel import init_parallel
-from infcl.train.build import Inputs, build_loader, build_tokenizer_and_model_config
+from infcl.train.build import Inputs, build_loader
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shard_files import write_shards
 from tests.lib.specs import spec_of
@@ -49,23 +45,3 @@ def test_ranks_that_find_other_data_are_reported(tmp_path):
     (tmp_path / "b" / "00001.tar").unlink()
     printed = run_ranks(_rejection, 2, braces)
     assert printed[0] == printed[1] and "rank 1 on " in printed[0] and "samples 2 there, 4 here" in printed[0]
-
-
-def test_a_run_from_before_captions_were_repaired_keeps_its_ids(tokenizer_model, tmp_path):
-    old, caption = RunFolder(tmp_path / "old"), ["\u201cThe Work\u201d &amp; \u2018you\u2019"]
-    old.root.mkdir()
-    config = TrainConfig(model="demo", tokenizer=str(tokenizer_model), train_data="x", logs=str(tmp_path), name="old")
-    new, cfg = build_tokenizer_and_model_config(config)
-    fields = cfg.to_dict()
-    assert fields["text_cfg"].pop("tokenizer_kwargs") == {"clean": "canonicalize"}
-    old.model_config.write_text(json.dumps(fields))
-    for resume, name in (("latest", "old"), (str(old.checkpoints / "step_00000001"), "new")):
-        resumed = dataclasses.replace(config, resume=resume, name=name)
-        tokenizer, model_config = build_tokenizer_and_model_config(resumed)
-        assert model_config.to_dict() == fields
-        assert tokenizer(caption).tolist() == load_tokenizer(tokenizer_model, model_config)(caption).tolist()
-        assert tokenizer(caption).tolist() != new(caption).tolist()
-    assert build_tokenizer_and_model_config(dataclasses.replace(config, resume="latest", overwrite=True))[1] == cfg
-    old.model_config.write_text(cfg.to_json())
-    tokenizer, model_config = build_tokenizer_and_model_config(dataclasses.replace(config, resume="latest"))
-    assert model_config == cfg and tokenizer(caption).tolist() == new(["The Work & you"]).tolist()

@@ -373,7 +373,7 @@ def test_an_open_clip_that_cannot_be_imported_is_one_error(source, message, tmp_
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
     for needed_by, call in (
         ("--model open_clip:ViT-B-32", lambda: build_towers(cfg)),
-        ("--tokenizer open_clip:ViT-B-32", lambda: OpenClipTokenizer("open_clip:ViT-B-32")),
+        ("CLIP's own tokenizer", OpenClipTokenizer),
     ):
         with pytest.raises(ValueError, match=f"{needed_by} needs open_clip.*{message}"):
             call()

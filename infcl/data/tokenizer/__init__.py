@@ -7,8 +7,9 @@ Ids: pad 0, eos 1, unk 2, no bos (the layout of T5 and SigLIP). The text tower i
 
 Captions are cleaned for training a tokenizer and for encoding, as with open_clip's clean="canonicalize". `repair` fixes
 typographic quotes, full-width forms, entities and wrong encodings. `canonicalise` replaces '_' by a space, removes
-ASCII punctuation, lower-cases letters and collapses white space. Older runs without `repair` continue without it
-(`repairs=False`).
+ASCII punctuation, lower-cases letters and collapses white space.
+
+Other tokenizers: open_clip.py. Which one a model has, and where that is recorded: source.py.
 
 `python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` trains a model (learn.py).
 """
@@ -42,6 +43,15 @@ def canonicalise(caption: str) -> str:
     return " ".join(text.translate(_REMOVE_PUNCTUATION).lower().split())
 
 
+def clean(caption: str, how: str) -> str:
+    """Clean a caption as open_clip's tokenizers with clean=`how`: "whitespace", "lower" or "canonicalize"."""
+    caption = repair(caption)
+    if how == "canonicalize":
+        return canonicalise(caption)
+    text = " ".join(caption.encode("utf-8", "replace").decode().split())  # tokenizers raise on a lone surrogate
+    return text.lower() if how == "lower" else text
+
+
 def ids_of(tokenizer: Any) -> dict[str, Any]:
     """Return the ids that a text tower needs to know of a tokenizer: arguments of the configs' `with_tokenizer`."""
     return {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
@@ -53,7 +63,6 @@ class Tokenizer:
     Args:
         model_path: the model file.
         context_length: token positions per caption, including eos.
-        repairs: whether captions are repaired first (`TextConfig.repairs_captions`).
 
     Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (number of captions
     that this instance has cut so far).
@@ -62,7 +71,7 @@ class Tokenizer:
         ValueError: the file is no sentencepiece model, or has other ids for pad and eos.
     """
 
-    def __init__(self, model_path: str | os.PathLike, context_length: int = 64, *, repairs: bool = True):
+    def __init__(self, model_path: str | os.PathLike, context_length: int = 64):
         import sentencepiece
 
         if context_length < 2:
@@ -73,7 +82,7 @@ class Tokenizer:
         except (OSError, RuntimeError) as error:  # sentencepiece raises RuntimeError for a file of another format
             why = error.strerror if isinstance(error, OSError) else "it cannot be parsed"
             raise ValueError(f"tokenizer {model_path} is no sentencepiece model ({why})") from error
-        self.context_length, self.repairs, self.truncated = context_length, repairs, 0
+        self.context_length, self.truncated = context_length, 0
         self.vocab_size = self._processor.vocab_size()
         self.pad_id, self.eos_id = self._processor.pad_id(), self._processor.eos_id()
         self.sha256 = hashlib.sha256(self._model).hexdigest()
@@ -85,8 +94,7 @@ class Tokenizer:
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]."""
-        texts = map(repair, captions) if self.repairs else captions
-        ids = self._processor.encode([canonicalise(text) for text in texts], num_threads=1)
+        ids = self._processor.encode([clean(text, "canonicalize") for text in captions], num_threads=1)
         tokens = torch.full((len(ids), self.context_length), self.pad_id, dtype=torch.int64)
         room = self.context_length - 1
         for i, row in enumerate(ids):
@@ -95,6 +103,6 @@ class Tokenizer:
             tokens[i, : len(row)] = torch.tensor(row)
         return tokens
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the model file, byte for byte."""
-        Path(path).write_bytes(self._model)
+    def save(self, folder: Path) -> None:
+        """Write the model file, byte for byte, as tokenizer.model."""
+        (folder / "tokenizer.model").write_bytes(self._model)

@@ -1,53 +1,53 @@
-"""Tokenizers of the installed open_clip: CLIP's byte-pair tokenizer and those of Hugging Face.
+"""Tokenizers of open_clip's models: CLIP's byte-pair tokenizer and those of Hugging Face.
 
-`--tokenizer open_clip:MODEL` selects the tokenizer of a built-in model of open_clip, and `--tokenizer
-hf:NAME_OR_FOLDER` a tokenizer of Hugging Face. Captions are cleaned and padded as in open_clip, so that an exported
-model gets the same ids.
+Both have the interface of `Tokenizer`, and give open_clip's ids for the same settings. source.py chooses one.
 
-The name may come from another user's run folder, so no code that comes with a tokenizer is executed. A model's name
-only selects a JSON config in the installed package, which is read as data. open_clip.get_tokenizer is not called,
-because it passes a folder's trust_remote_code to AutoTokenizer.
+The name may come from another user's run folder, so no code that comes with a tokenizer is executed:
+open_clip.get_tokenizer, which passes a folder's trust_remote_code to AutoTokenizer, is not called.
 """
 
 import hashlib
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from infcl.data.tokenizer import Tokenizer
-from infcl.models.open_clip_config import import_open_clip, open_clip_folder
+from infcl.data.tokenizer import Tokenizer, clean
+from infcl.models.open_clip_config import import_open_clip
 
 PREFIX, HF_PREFIX = "open_clip:", "hf:"
+HF_FOLDER = "tokenizer"  # in a run folder
+_NO_LIMIT = 1 << 40
 _MAX_CACHE = 200_000  # words; open_clip's own cache has no limit
-_OPTIONS = ("clean", "strip_sep_token", "language")  # accepted in text_cfg.tokenizer_kwargs; others could run code
+PROBES = ["a", "A photo of a DOG, 3/4 l\u00e9ft!", "", "\u732b \U0001f600", "a b c d e f g "]
 
 
 class OpenClipTokenizer:
-    """CLIP's byte-pair tokenizer, with the interface of `Tokenizer`. Ids are [start, ..., end, 0, ...], of 49,408.
+    """CLIP's byte-pair tokenizer. Ids are [start, ..., end, 0, ...], of 49,408.
 
     Args:
-        name: "open_clip:MODEL", where MODEL is built into the installed open_clip.
         context_length: token positions per caption.
+        how: how captions are cleaned (`clean`).
 
     Raises:
-        ValueError: open_clip is missing, MODEL is not built in (a folder, a hub name), or it has another tokenizer.
+        ValueError: open_clip is missing.
     """
 
-    def __init__(self, name: str, context_length: int = 77):
-        installed = import_open_clip(f"--tokenizer {name}").tokenizer
-        text = _built_in(name).get("text_cfg", {})
-        if other := text.get("hf_tokenizer_name") or text.get("tokenizer_kwargs"):
-            raise ValueError(f"--tokenizer {name}: it has another tokenizer ({other}), not CLIP's own")
-        self._bpe = installed.SimpleTokenizer(context_length=context_length)
-        self.name, self.context_length, self.truncated = name, context_length, 0
+    def __init__(self, context_length: int = 77, how: str = "lower"):
+        installed = import_open_clip("CLIP's own tokenizer").tokenizer
+        self._bpe = installed.SimpleTokenizer(context_length=context_length, clean=how)
+        self.context_length, self.how, self.truncated = context_length, how, 0
         self.vocab_size, self.pad_id, self.eos_id = self._bpe.vocab_size, 0, self._bpe.eot_token_id
         what = [self._bpe.clean_fn.__name__, sorted(self._bpe.encoder.items(), key=lambda item: item[1])]
         self.sha256 = hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def __reduce__(self) -> tuple:
-        return OpenClipTokenizer, (self.name, self.context_length)
+        return OpenClipTokenizer, (self.context_length, self.how)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]; longer captions are cut so that the end token stays last."""
@@ -61,14 +61,20 @@ class OpenClipTokenizer:
             tokens[i, : len(row)] = torch.tensor(row)
         return tokens
 
+    def save(self, folder: Path) -> None:
+        """Write nothing: open_clip ships this tokenizer."""
+
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer, with the interface of `Tokenizer`. sha256 is that of its vocabulary and settings.
+    """A Hugging Face tokenizer, with the ids of open_clip's HFTokenizer. Padding and truncation are on the right.
 
     Args:
         name: name on the hub or a folder, with or without "hf:".
         context_length: token positions per caption.
-        text_cfg: open_clip's text config; its tokenizer_kwargs and tokenizer_mode are used.
+        text_cfg: open_clip's text config. Of its tokenizer_kwargs, `clean` (default "whitespace"; None: captions are
+            taken as they are), `strip_sep_token` and `language` are used; and its tokenizer_mode.
+
+    Attributes: those of `Tokenizer`. eos_id is the id that ends every caption and occurs nowhere else in it, or None.
 
     Raises:
         ValueError: it cannot be loaded, needs to run its own code, or has no padding token.
@@ -77,60 +83,93 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str, context_length: int = 77, text_cfg: Mapping[str, Any] | None = None):
         self.name, self.context_length, self.truncated = name.removeprefix(HF_PREFIX), context_length, 0
         self._text_cfg = dict(text_cfg or {})
-        given = self._text_cfg.get("tokenizer_kwargs") or {}
-        options = {key: given[key] for key in _OPTIONS if key in given}
-        mode = self._text_cfg.get("tokenizer_mode")
+        self.mode, options = self._text_cfg.get("tokenizer_mode"), self._text_cfg.get("tokenizer_kwargs") or {}
+        self.how, self.strips_sep = options.get("clean", "whitespace"), bool(options.get("strip_sep_token"))
         where = f"--tokenizer {HF_PREFIX}{self.name}"
-        installed = import_open_clip(where).tokenizer
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as open_clip does: its threads do not survive a fork
         try:
-            self._tokenizer = installed.HFTokenizer(
-                self.name, context_length, tokenizer_mode=mode, trust_remote_code=False, **options
-            )
+            from transformers import AutoTokenizer
+
+            self.inner: Any = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)  # None would prompt
         except ImportError as error:
             raise ValueError(f"{where} needs transformers: pip install transformers ({error})") from error
         except (OSError, ValueError, RuntimeError) as error:
-            why = str(error).split(" which must be executed")[0].splitlines()[0]
+            if "must be executed" in str(error):  # without transformers' advice to run the code
+                raise ValueError(f"{where}: its tokenizer cannot be opened without running code from it") from error
+            why = str(error).splitlines()[0]
             raise ValueError(f"{where} is not a name on the hub or a folder with a tokenizer: {why}") from error
-        inner: Any = self._tokenizer.tokenizer
-        if inner.pad_token_id is None:
+        if self.inner.pad_token_id is None:
             raise ValueError(f"{where} has no padding token")
-        self.vocab_size, self.pad_id = len(inner), inner.pad_token_id
-        ends = [inner.eos_token_id, inner.sep_token_id, inner.pad_token_id]
-        self.eos_id = next(end for end in ends if end is not None)
-        what = [sorted(inner.get_vocab().items()), options, mode, inner.special_tokens_map]
+        self.inner.padding_side = self.inner.truncation_side = "right"
+        self.inner.model_max_length = _NO_LIMIT  # no warning about long captions, which are cut and counted here
+        if options.get("language") is not None and hasattr(self.inner, "set_src_lang_special_tokens"):
+            self.inner.set_src_lang_special_tokens(options["language"])
+        self.vocab_size, self.pad_id = len(self.inner), self.inner.pad_token_id
+        self.eos_id = self._end()
+        what = [_definition(self.inner), options, self.mode, self.inner.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
 
     def __reduce__(self) -> tuple:
         return HuggingFaceTokenizer, (self.name, self.context_length, self._text_cfg)
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
-        """Encode n captions to int64 [n, context_length]; longer captions are cut."""
-        tokens = self._tokenizer(list(captions))
-        full = (tokens[:, -1] != self.pad_id).nonzero().flatten().tolist()
-        if full:
-            longer = self._tokenizer([captions[i] for i in full], context_length=self.context_length + 1)
-            self.truncated += int((longer[:, -1] != self.pad_id).sum())
+        """Encode n captions to int64 [n, context_length]; longer captions are cut so that an end token stays last."""
+        tokens = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
+        for i, row in enumerate(self.rows(captions)):
+            tokens[i, : len(row)] = torch.tensor(row)
+        if self.strips_sep:
+            tokens[tokens == self.inner.sep_token_id] = 0
         return tokens
+
+    def rows(self, captions: Sequence[str]) -> list[list[int]]:
+        """Return each caption's ids without padding, at most context_length; count those that were cut."""
+        texts = [text if self.how is None else clean(text, self.how) for text in captions]
+        if not texts:
+            return []
+        if self.mode == "clips":  # [bos, ..., eos, pad, ..., cls]
+            room, inner = self.context_length - 3, self.inner
+            plain = inner(texts, add_special_tokens=False)["input_ids"]
+            self.truncated += sum(len(ids) > room for ids in plain)
+            rows = [[inner.bos_token_id, *ids[:room], inner.eos_token_id] for ids in plain]
+            return [row + [self.pad_id] * (room + 2 - len(row)) + [inner.cls_token_id] for row in rows]
+        rows = self.inner(texts)["input_ids"]
+        if long := [i for i, row in enumerate(rows) if len(row) > self.context_length]:
+            self.truncated += len(long)
+            cut = self.inner([texts[i] for i in long], truncation=True, max_length=self.context_length)["input_ids"]
+            for i, row in zip(long, cut):
+                rows[i] = row
+        return rows
+
+    def _end(self) -> int | None:
+        """Return the id that ends every caption, long and short, and occurs nowhere else in it; None without one."""
+        rows = self.rows([*PROBES, "a " * (self.context_length + 1)])
+        self.truncated = 0  # these are no captions
+        end = rows[0][-1] if rows[0] else -1
+        is_stripped = self.strips_sep and end == self.inner.sep_token_id
+        return end if not is_stripped and all(row[-1:] == [end] and row.count(end) == 1 for row in rows) else None
+
+    def save(self, folder: Path) -> None:
+        """Write its files to the run folder's HF_FOLDER. Raises ValueError if those do not give the same ids."""
+        self.save_files(folder / HF_FOLDER)
+
+    def save_files(self, folder: Path) -> None:
+        """Write its files. Raises ValueError if those do not give the same ids."""
+        with tempfile.TemporaryDirectory() as new:
+            self.inner.model_max_length = self.context_length
+            self.inner.save_pretrained(new)
+            self.inner.model_max_length = _NO_LIMIT
+            stored = HuggingFaceTokenizer(new, self.context_length, self._text_cfg)
+            if not torch.equal(stored(PROBES), self(PROBES)):
+                raise ValueError(f"tokenizer {self.name}: the files that transformers writes of it give other ids")
+            shutil.copytree(new, folder, dirs_exist_ok=True)
 
 
 AnyTokenizer = Tokenizer | OpenClipTokenizer | HuggingFaceTokenizer
 
 
-def open_clip_tokenizer(name: str, *, context_length: int) -> OpenClipTokenizer | HuggingFaceTokenizer:
-    """Return the tokenizer of "open_clip:MODEL". Raises ValueError if there is no such model or tokenizer."""
-    text_cfg = _built_in(name).get("text_cfg", {})
-    if other := text_cfg.get("hf_tokenizer_name"):
-        return HuggingFaceTokenizer(other, context_length, text_cfg)
-    return OpenClipTokenizer(name, context_length)
-
-
-def _built_in(name: str) -> dict[str, Any]:
-    """Return the config of a built-in model of open_clip. Raises ValueError for any other name."""
-    model = name.removeprefix(PREFIX).replace("/", "-")  # open_clip takes ViT-B/32 too
-    configs = open_clip_folder() / "model_configs"
-    if model not in {path.stem for path in configs.glob("*.json")}:
-        raise ValueError(
-            f"--tokenizer {name}: not a model that is built into open_clip, such as open_clip:ViT-B-32; for a folder "
-            "give its path, or hf:FOLDER"
-        )
-    return json.loads((configs / f"{model}.json").read_text(encoding="utf-8"))
+def _definition(inner: Any) -> Any:
+    """Return what determines the ids of a tokenizer, as far as it can be read: tokenizer.json, or the vocabulary."""
+    backend = getattr(inner, "backend_tokenizer", None)
+    if backend is None:
+        return sorted(inner.get_vocab().items())
+    return {key: value for key, value in json.loads(backend.to_str()).items() if key not in ("truncation", "padding")}
