@@ -1,7 +1,7 @@
 """Compare the accuracy of losses and of batch sizes: `python -m benchmarks.accuracy --study losses ...`
 
-The ordinary trainer trains the demo model (infcl/data/demo.py). Each training appends a CSV row and its thinned loss
-curve:
+The ordinary trainer trains the demo model (infcl/data/demo.py), one training after another. Each appends a CSV row and
+its thinned loss curve. Commands with other seeds may run at the same time, each with its own --out and --work.
 
     --study losses       each of --losses with each of --seeds seeds, all else equal (the paper's Table 3)
     --study batch-size   --batches at the same number of samples seen, with a constant learning rate and with square
@@ -10,19 +10,21 @@ curve:
     --out DIR    DIR/accuracy_losses.csv or accuracy_batches.csv, and ..._curves.csv. Rows are appended; trainings that
                  have a row are skipped
     --work DIR   data set and run folders; a run folder is removed when its row is written
-    --jobs N     trainings at a time, of --ranks processes each, on --device cpu, or cuda with --gpus GPUs to share
 
-benchmarks.results draws the tables and charts.
+benchmarks.charts draws the charts.
 """
 
 import argparse
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.clock import hardware
-from benchmarks.processes import Machine, Training, exit_on_sigterm, train_all
+from benchmarks.processes import exit_on_sigterm, reason, run, torchrun
 from benchmarks.rows import append, read
 from infcl.data.demo import prepare_demo
 from infcl.report import read_metrics
@@ -35,6 +37,7 @@ LOSSES["inf_cl_bf16"] = ("inf_cl", "bf16")  # the trainer's default on a GPU
 LEARNING_RATE, DEMO_BATCH, ACCUMULATE = 3e-3, 256, 2  # launch/demo.sh's
 EXPONENTS = {"none": 0, "sqrt": 0.5, "linear": 1}  # --lr-scaling
 BATCHES = [512 << i for i in range(7)]
+ENVIRONMENT = {"cpu": {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}, "cuda": {}}  # {--device: variables}
 RESULTS = {
     "zero_shot_top1": ("zero_shot", "top1"),
     "image_to_text_r1": ("retrieval", "image_to_text_r1"),
@@ -45,28 +48,45 @@ RESULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Training:
+    name: str  # name of its run folder
+    flags: list[str]
+    key: dict  # columns that identify its row
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     exit_on_sigterm("benchmarks.accuracy")
-    machine = Machine(jobs=options.jobs, device=options.device, ranks=options.ranks, gpus=options.gpus)
     data = prepare_demo(options.work / f"demo_{options.num_train}", num_train=options.num_train)
     make_trainings, name = STUDIES[options.study]
     known = {row["run"] for row in read(options.out / f"{name}.csv")}
     trainings = [training for training in make_trainings(options, data) if training.name not in known]
-    where = hardware(options.commit) | {"jobs": options.jobs, "ranks": options.ranks, "num_train": options.num_train}
-    options.out.mkdir(parents=True, exist_ok=True)
-
-    def finished(training: Training, run: Path, seconds: float) -> None:
-        row, curve = read_result(run)
-        row = {"run": training.name} | training.key | row | {"wall_seconds": round(seconds, 1)} | where
+    where = hardware(options.commit) | {"ranks": options.ranks, "num_train": options.num_train}
+    failed = 0
+    for training in trainings:
+        folder, began = options.work / "runs" / training.name, time.monotonic()
+        command = command_of(training, options)
+        failure, output = run(command, options.time_out, env=os.environ | ENVIRONMENT[options.device])
+        if failure:
+            failed += 1
+            print(f"{training.name}: {failure}\n  " + "\n  ".join(reason(output)), flush=True)
+            continue
+        row, curve = read_result(folder)
+        row = {"run": training.name} | training.key | row | {"wall_seconds": round(time.monotonic() - began, 1)} | where
         append(options.out / f"{name}.csv", [row])
         append(options.out / f"{name}_curves.csv", [{"run": training.name} | point for point in curve])
-        print(f"{training.name}: {_shown(row)}, {seconds:.0f} s", flush=True)
-        shutil.rmtree(run)
-
-    failed = train_all(trainings, machine, options.work / "runs", finished, time_out=options.time_out)
-    print(f"{len(trainings) - len(failed)} of {len(trainings)} trainings finished")
+        print(f"{training.name}: {_shown(row)}, {row['wall_seconds']:.0f} s", flush=True)
+        shutil.rmtree(folder)
+    print(f"{len(trainings) - failed} of {len(trainings)} trainings finished")
     return 1 if failed else 0
+
+
+def command_of(training: Training, options: argparse.Namespace) -> list[str]:
+    """Return the trainer's command. Without "--", torchrun reads --logs as an abbreviation of its own flags."""
+    start = [*torchrun(options.ranks), *(["--"] if options.ranks > 1 else []), "pretrain_clip.py", *training.flags]
+    place = ["--logs", str(options.work / "runs"), "--name", training.name, "--overwrite"]
+    return [*start, "--device", options.device, *place]
 
 
 def _shown(row: dict) -> str:
@@ -89,10 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch", type=int, default=4096, help="batch-size: samples of a rank's micro-batch")
     parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="batch-size: at the smallest batch")
     parser.add_argument("--lr-scalings", nargs="+", choices=tuple(EXPONENTS), default=list(EXPONENTS))
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--time-out", type=float, default=1800.0, help="seconds of a training")
     parser.add_argument("--commit", default=None, help="for the CSV; default: git's HEAD")
     return parser

@@ -1,13 +1,13 @@
-"""benchmarks.accuracy asks the trainer for what it compares; many trainings run, fail and end as they should."""
+"""benchmarks.accuracy asks the trainer for what it compares; a training that fails leaves no row."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import _parser, batch_trainings, loss_trainings, read_result, thin_curve
-from benchmarks.processes import Machine, Training, train_all
+from benchmarks import accuracy
+from benchmarks.accuracy import Training, _parser, batch_trainings, command_of, loss_trainings, read_result, thin_curve
+from benchmarks.rows import read
 from infcl.config import make_parser
 
 
@@ -52,44 +52,46 @@ def test_curves_are_thinned_to_means_that_keep_the_last_sample():
     assert curve[0] == {"samples_seen": 88, "loss": 5.0}
 
 
-def test_a_run_becomes_a_row(tmp_path):
-    evaluation = {
-        "zero_shot": {"top1": 0.5},
-        "retrieval": dict.fromkeys(
-            ("image_to_text_r1", "text_to_image_r1", "image_to_text_r5", "text_to_image_r5", "val_loss"), 0.25
-        ),
-    }
+def write_result(run: Path) -> None:
+    run.mkdir(parents=True)
+    rates = ("image_to_text_r1", "text_to_image_r1", "image_to_text_r5", "text_to_image_r5", "val_loss")
+    evaluation = {"zero_shot": {"top1": 0.5}, "retrieval": dict.fromkeys(rates, 0.25)}
     summary = {"evaluation": evaluation, "train_seconds": 3.0, "steps": 40, "samples_seen": 320, "skipped_steps": 0}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (run / "summary.json").write_text(json.dumps(summary))
     steps = [{"kind": "train", "step": i + 1, "samples_seen": 8 * i, "loss": float(i)} for i in range(40)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    row, curve = read_result(tmp_path)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+
+
+def test_a_run_becomes_a_row(tmp_path):
+    write_result(tmp_path / "run")
+    row, curve = read_result(tmp_path / "run")
     assert row["zero_shot_top1"] == 0.5 and row["text_to_image_r1"] == 0.25 and row["final_loss"] == 38.5
     assert len(curve) == 40
 
 
-def test_trainings_run_side_by_side_and_what_fails_or_hangs_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(Machine, "command", lambda self, flags: [sys.executable, "-c", flags[0]])
-    codes = {"good": "pass", "bad": "raise ValueError('seven')", "more": "pass", "last": "pass"}
-    finished = []
+def test_a_training_that_fails_is_named_and_the_next_command_trains_it_again(tmp_path, monkeypatch, capsys):
+    failing = ["clip-0"]
 
-    def run(time_out: float, **codes: str) -> list[str]:
-        trainings = [Training(name, [code]) for name, code in codes.items()]
-        return train_all(trainings, Machine(jobs=3, device="cpu"), tmp_path, took, time_out=time_out)
+    def run(command, seconds, env):
+        name = command[command.index("--name") + 1]
+        if name in failing:
+            return "exit code 1", "ValueError: seven"
+        write_result(tmp_path / "runs" / name)
+        return "", ""
 
-    def took(training: Training, folder: Path, seconds: float) -> None:
-        finished.append((training.name, folder))
+    monkeypatch.setattr(accuracy, "run", run)
+    monkeypatch.setattr(accuracy, "prepare_demo", lambda *_, **__: tmp_path / "data")
+    command = ["--study", "losses", "--losses", "clip", "inf_cl", "--seeds", "1", "--out", str(tmp_path)]
+    assert accuracy.main([*command, "--work", str(tmp_path)]) == 1
+    assert "clip-0: exit code 1\n  ValueError: seven" in capsys.readouterr().out
+    assert [row["run"] for row in read(tmp_path / "accuracy_losses.csv")] == ["inf_cl-0"]
+    failing.clear()
+    assert accuracy.main([*command, "--work", str(tmp_path)]) == 0
+    assert [row["run"] for row in read(tmp_path / "accuracy_losses.csv")] == ["inf_cl-0", "clip-0"]
+    assert not (tmp_path / "runs" / "clip-0").exists()
 
-    assert run(120.0, **codes) == ["bad"]
-    assert sorted(finished) == [(name, tmp_path / name) for name in ("good", "last", "more")]
-    assert run(0.5, slow="import time; time.sleep(600)") == ["slow"] and len(finished) == 3
-    assert "ValueError: seven" in (tmp_path / "bad.log").read_text()
 
-
-def test_runs_share_out_the_gpus():
-    machine = Machine(jobs=3, device="cuda", ranks=2, gpus=4)
-    assert [machine.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0,1", "2,3", "0,1"]
-    assert "--nproc-per-node=2" in machine.command(["--logs", "x"])
-    with pytest.raises(ValueError, match="4 ranks of a run need as many GPUs, there are 2"):
-        Machine(jobs=1, device="cuda", ranks=4, gpus=2)
-    assert Machine(jobs=1, device="cpu").command(["--logs", "x"])[1:] == ["pretrain_clip.py", "--logs", "x"]
+def test_a_training_starts_one_process_per_rank():
+    training = Training("a", ["--lr", "1"], {})
+    assert command_of(training, options("--study", "losses"))[1:4] == ["pretrain_clip.py", "--lr", "1"]
+    assert "--nproc-per-node=2" in command_of(training, options("--study", "losses", "--ranks", "2"))

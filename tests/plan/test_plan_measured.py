@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from benchmarks.largest_batch import FILLED
-from benchmarks.paper import paper_memory, paper_step
 from benchmarks.rows import rows, where
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
@@ -28,6 +27,7 @@ from tests.lib.measured import (
     steps,
     stored,
 )  # fmt: skip
+from tests.lib.paper import paper_memory, paper_step
 from tests.lib.specs import counts_of, memory_of_run
 
 GIB = 2**30
