@@ -10,7 +10,6 @@ stage, which is also measured alone. BF16 is used in one of these ways:
     step       autocast around forward and backward: both encodings and the loss in BF16, the fastest for both losses
     forward    autocast around the forward, as in a training loop: the package's second encoding runs in the backward,
                in FP32
-    trainer    autocast in the model's forward, as in SentenceTransformerTrainer with bf16=True: the loss in FP32
 
 --documents measures only the loss stage: the anchors of one mini-batch against N documents on one GPU, the number that
 each rank of the package's loss gathers. If a case runs out of memory, that is reported and the run ends.
@@ -20,7 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument("loss", choices=["infcl", "sentence-transformers"])
     parser.add_argument("--batches", type=int, nargs="*", default=[])
     parser.add_argument("--documents", type=int, nargs="*", default=[])
-    parser.add_argument("--autocast", nargs="+", default=["step"], choices=["step", "forward", "trainer"])
+    parser.add_argument("--autocast", nargs="+", default=["step"], choices=["step", "forward"])
     parser.add_argument("--mini-batch-size", type=int, default=2048, help="rows encoded at once")
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers, for a trial on a CPU")
     parser.add_argument("--out", help="file of JSON lines, one per case")
@@ -64,11 +63,9 @@ def measure(loss: Any, autocast: str, batch: int, device: torch.device) -> Measu
     """Measure a step of `batch` pairs after a warm-up of four mini-batches, and its loss stage alone."""
     model, mini_batch = loss.model, loss.mini_batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    if autocast == "trainer":
-        model.forward = in_bf16(model.forward, device)
 
     def step(columns: list[dict[str, Tensor]]) -> float:
-        with bf16(device, autocast != "trainer"):
+        with bf16(device):
             value = loss(columns, None)
             if autocast == "step":
                 value.backward()
@@ -79,7 +76,7 @@ def measure(loss: Any, autocast: str, batch: int, device: torch.device) -> Measu
         return float(value.detach())
 
     step(draw(min(batch, 4 * mini_batch), device))
-    stage = measure_stage(loss, autocast != "trainer", (batch, batch), device)
+    stage = measure_stage(loss, (batch, batch), device)
     columns = draw(batch, device)
     value, seconds, peak = watch(lambda: step(columns), device)
     return {
@@ -94,10 +91,10 @@ def measure(loss: Any, autocast: str, batch: int, device: torch.device) -> Measu
 
 def measure_documents(loss: Any, autocast: str, documents: int, device: torch.device) -> Measured:
     """Measure the loss stage alone, for the anchors of one mini-batch."""
-    return measure_stage(loss, autocast != "trainer", (loss.mini_batch_size, documents), device)
+    return measure_stage(loss, (loss.mini_batch_size, documents), device)
 
 
-def measure_stage(loss: Any, autocast: bool, rows: tuple[int, int], device: torch.device) -> Measured:
+def measure_stage(loss: Any, rows: tuple[int, int], device: torch.device) -> Measured:
     """Measure seconds and peak memory of the loss and its gradients for random embeddings, after compilation."""
     width = loss.model[1].get_embedding_dimension()
     generator = torch.Generator(device).manual_seed(0)
@@ -105,7 +102,7 @@ def measure_stage(loss: Any, autocast: bool, rows: tuple[int, int], device: torc
 
     def stage() -> float:
         parts = [[part.requires_grad_() for part in column.split(loss.mini_batch_size)] for column in columns]
-        with bf16(device, autocast):
+        with bf16(device):
             return float(loss.calculate_loss(parts, with_backward=True))
 
     stage()
@@ -127,20 +124,8 @@ def watch(call: Callable[[], float], device: torch.device) -> tuple[float, float
     return value, time.perf_counter() - begun, torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
 
 
-def bf16(device: torch.device, enabled: bool = True) -> AbstractContextManager:
-    return torch.autocast(device.type, torch.bfloat16) if enabled else nullcontext()
-
-
-def in_bf16(forward: Callable, device: torch.device) -> Callable:
-    """Wrap a forward as accelerate does: autocast inside, float32 output."""
-
-    def prepared(*args: Any, **options: Any) -> dict[str, Any]:
-        with bf16(device):
-            output = forward(*args, **options)
-        floats = (key for key, value in output.items() if isinstance(value, Tensor) and value.is_floating_point())
-        return output | {key: output[key].float() for key in floats}
-
-    return prepared
+def bf16(device: torch.device) -> AbstractContextManager:
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 def make_model(tiny: bool, device: torch.device):
