@@ -136,7 +136,8 @@ def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
         for scaling in options.lr_scalings if batch > base else ["none"]:
             factor = (batch / base) ** EXPONENTS[scaling]
             for seed in range(options.first_seed, options.first_seed + options.seeds):
-                flags = [*_batch_flags(options, batch), "--lr-scaling", scaling, "--lr-base-batch", str(base)]
+                rule = scaling if scaling == "none" else f"{scaling}:{base}"
+                flags = [*_batch_flags(options, batch), "--lr-scaling", rule]
                 key = {"loss": "inf_cl", "seed": seed, "global_batch": batch, "lr": options.lr * factor}
                 key |= {"lr_scaling": scaling}
                 name = f"{batch}-{scaling}-{options.lr:g}-{seed}"

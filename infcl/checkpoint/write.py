@@ -55,10 +55,9 @@ class CheckpointWriter:
         parallel: Parallel,
         *,
         keep_last: int,
-        keep_every: int,
     ):
         self.engine, self.run, self.parallel = engine, run, parallel
-        self.keep_last, self.keep_every = keep_last, keep_every
+        self.keep_last = keep_last
         self.failed = self.failed_in_a_row = 0
         self.problem = ""
         self.newest: Path | None = None
@@ -194,20 +193,16 @@ class CheckpointWriter:
                 shutil.rmtree(left, ignore_errors=True)
 
     def prune(self, written: Path) -> None:
-        """Remove old checkpoints after `written` was published. Rank 0 only.
-
-        This keeps the `keep_last` newest ones (0: all) and those of every `keep_every`-th step (0: none).
-        """
+        """Remove all but the `keep_last` newest checkpoints (0: none) after `written` was published. Rank 0 only."""
         self._damaged.discard(written.name)
         paths = complete_checkpoints(self.run)
         last = [path for path in paths if path.name not in self._damaged][: self.keep_last]
         if not last or len(last) < self.keep_last:
             return
         for path in paths[paths.index(last[-1]) + 1 :]:
-            if self.keep_every == 0 or checkpoint_step(path) % self.keep_every:
-                with contextlib.suppress(OSError):  # renamed first, as a half-removed one must not look complete
-                    removed = path.rename(path.with_name(path.name + PARTIAL))
-                    shutil.rmtree(removed, ignore_errors=True)
+            with contextlib.suppress(OSError):  # renamed first, as a half-removed one must not look complete
+                removed = path.rename(path.with_name(path.name + PARTIAL))
+                shutil.rmtree(removed, ignore_errors=True)
 
     def _in_thread(self, own: dict[str, torch.Tensor], step: int) -> Future[dict]:
         """Write this rank's file in a thread. An executor's thread would be waited for when the process exits."""

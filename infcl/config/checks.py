@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infcl.config.preset import preset_file
-from infcl.config.settings import AUGMENTATIONS, TrainConfig, option_of
+from infcl.config.settings import AUGMENTATIONS, TrainConfig, is_table, option_of
 
 BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "> 0": (lambda value: value > 0, "must be greater than 0"),
@@ -87,10 +87,6 @@ def _check_bounds(config: TrainConfig) -> None:
         raise ValueError(f"--seed {config.seed} must lie in [0, 2**63)")
 
 
-def is_table(train_data: str | None) -> bool:
-    return train_data is not None and train_data.lower().endswith((".csv", ".tsv", ".jsonl"))
-
-
 def _check_data(config: TrainConfig) -> None:
     kind = config.dataset_type
     if kind in ("synthetic", "streaming") and config.train_num_samples is None:
@@ -122,6 +118,11 @@ def _check_schedule_and_towers(config: TrainConfig) -> None:
         raise ValueError(
             f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples}: leave one of them out"
         )
+    if not re.fullmatch(r"none|(sqrt|linear)(:0*[1-9]\d*)?", config.lr_scaling):
+        raise ValueError(
+            f"--lr-scaling {config.lr_scaling}: give none, sqrt or linear, the last two also with the global batch "
+            "that --lr is meant for, like sqrt:32768"
+        )
     if config.lr_scheduler == "const-cooldown" and not config.epochs_cooldown:
         raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
     if config.lr_scheduler == "const-cooldown" and config.lr_cooldown_end > config.lr:
@@ -152,19 +153,23 @@ def _check_memory_and_reports(config: TrainConfig) -> None:
 
 
 def _check_loss(config: TrainConfig) -> None:
-    by, count = config.duplicates_by, config.captions_per_image
-    if by not in ("image", "caption") and not (by.startswith("key:") and len(by) > 4):
-        raise ValueError(f"--duplicates-by {by} is none of image, caption and key:NAME")
-    if config.duplicates != "negative" and config.loss not in ("inf_cl", "siglip"):
+    count = config.captions_per_image
+    if not re.fullmatch("negative|(mask|positive)(:(image|caption|key:.+))?", config.duplicates):
+        raise ValueError(
+            f"--duplicates {config.duplicates}: give negative, mask or positive, the last two also with :image, "
+            ":caption or :key:NAME"
+        )
+    treatment, by = config.duplicates_and_by
+    if treatment != "negative" and config.loss not in ("inf_cl", "siglip"):
         raise ValueError(f"--duplicates {config.duplicates} is for --loss inf_cl and siglip, not {config.loss}")
     if config.texts_per_image > 1 and config.loss != "inf_cl":
         raise ValueError(f"--captions-per-image {count} and --negatives-key are for --loss inf_cl, not {config.loss}")
-    if count > 1 and (config.duplicates == "mask" or (config.duplicates == "positive" and by == "caption")):
+    if count > 1 and (treatment == "mask" or (treatment == "positive" and by == "caption")):
         raise ValueError(
             f"--captions-per-image {count} makes captions of one image its positives, which --duplicates "
-            f"{config.duplicates} --duplicates-by {by} contradicts: use positive by image or key:NAME, or negative"
+            f"{config.duplicates} contradicts: use positive, positive:key:NAME or negative"
         )
-    if config.dataset_type == "synthetic" and (config.duplicates != "negative" or config.texts_per_image > 1):
+    if config.dataset_type == "synthetic" and (treatment != "negative" or config.texts_per_image > 1):
         raise ValueError("--dataset-type synthetic has no data for --duplicates, --negatives-key, --captions-per-image")
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
         raise ValueError(
@@ -181,8 +186,6 @@ def _check_optimizer(config: TrainConfig) -> None:
         raise ValueError(
             f"--opt {config.opt} needs full matrices, which --tensor-parallel-size splits: use adamw or lion"
         )
-    if config.ema_eval and config.ema_decay is None:
-        raise ValueError("--ema-eval needs --ema-decay: there is no average to evaluate")
 
 
 def _check_tensor_parallel(config: TrainConfig) -> None:

@@ -10,28 +10,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from infcl.config.checks import is_table, validate
+from infcl.config.checks import validate
 from infcl.config.settings import TrainConfig, option_of
 
 ALTERNATIVES = (("steps", "epochs"), ("warmup", "warmup_samples"), ("accum_freq", "global_batch_size"))
 _OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # --config ignores them
-# Removed flags and what to use instead. Giving one is a usage error that prints its line.
-REMOVED = {
-    "--data-cache": "fsspec caches shards: --train-data filecache::https://...; --dataset-type streaming keeps none",
-    "--data-cache-gb": "--dataset-type streaming copies one shard per worker to TMPDIR",
-    "--data-reader": "use --dataset-type streaming to read front to back; webdataset is indexed",
-    "--data-timeout": "the loader waits a third of --dist-timeout",
-    "--encode-micro-batches": "a larger --batch-size does the same",
-    "--frozen-trunk": "a partly locked tower is encoded in both passes",
-    "--max-failed-saves": "the fourth checkpoint in a row that cannot be written ends the run",
-    "--pixel-cache": "use --pixel-cache-gb; gpu caches pixels in GPU memory",
-    "--ring": "the ring is two-level where the ranks fill several nodes evenly",
-    "--ring-overlap": "messages always overlap the tiles",
-    "--save-every-minutes": "use --save-every-n-steps; a signal saves at any time",
-    "--storage-timeout": "a read is tried again after 30 s without a byte",
-    "--update-clip": "adafactor limits the root mean square of an update to 1",
-    "--zeroshot-classes": "use python -m infcl.evaluate --zeroshot-classes FILE",
-}
 
 
 def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
@@ -58,8 +41,6 @@ def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
         arguments["train_data"] = "::".join(arguments["train_data"])
     if not isinstance(arguments["aug_cfg"], dict):  # --config has it parsed already
         arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
-    if arguments["dataset_type"] == "auto":
-        arguments["dataset_type"] = "csv" if is_table(arguments["train_data"]) else "webdataset"
     config = TrainConfig(**arguments | fixed)
     validate(config)
     return config
@@ -78,7 +59,6 @@ def _settings_of_run(path: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"--config {path}: not the config.json of a run")
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    given = {name: value for name, value in given.items() if option_of(name) not in REMOVED}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"--config {path}: there is no setting {', '.join(unknown)}")
     if given.get("train_data"):
@@ -107,11 +87,9 @@ class _Parser(argparse.ArgumentParser):
         return arguments
 
     def _hint(self, text: str) -> str:
-        """Return what replaces a removed flag, else the known flag with the closest spelling, else ""."""
+        """Return the known flag with the closest spelling, or ""."""
         flag = text.partition("=")[0]
         dashed = flag.replace("_", "-")
-        if dashed in REMOVED:
-            return f"({flag} was removed: {REMOVED[dashed]})"
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         close = difflib.get_close_matches(dashed, known, n=1, cutoff=0.75) if flag[:2] == "--" else []
         return f"({flag}: did you mean {close[0]}?)" if close else ""

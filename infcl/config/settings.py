@@ -15,7 +15,6 @@ PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
 AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
 CAPTIONS = ("one", "lines")
 SCHEDULES = ("cosine", "const", "const-cooldown")
-LR_SCALINGS = ("none", "sqrt", "linear")
 WD_MODES = ("lr", "schedule")
 OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
@@ -63,9 +62,9 @@ class TrainConfig:
         None, "file with one prompt per line and {} for the name, or imagenet [templates.txt next to the data]"
     )
     dataset_type: str = _data(
-        "webdataset",
-        "format of --train-data; streaming: shards read front to back (pipe: URLs), without exact order and resume; "
-        "auto: csv for .csv and .tsv files, else webdataset",
+        "auto",
+        "format of --train-data; auto: csv for .csv, .tsv and .jsonl files, else webdataset; streaming: shards read front to "
+        "back (pipe: URLs), without exact order and resume",
         choices=("webdataset", "streaming", "csv", "synthetic", "auto"),
     )
     train_data_upsampling_factors: str | None = _data(
@@ -82,9 +81,6 @@ class TrainConfig:
     )
     aug_cfg: dict = _data({}, "augmentation, e.g. scale=0.9,1.0 ratio=0.75,1.33 hflip=0.5", nargs="*", metavar="K=V")
     max_bad_fraction: float = _data(0.01, "stop the run when more than this share of samples is unreadable", "[0, 1)")
-    max_missing_shards: float = _data(
-        0.0, "continue when up to this share of the shards is missing or unreadable", "[0, 1)"
-    )
     max_image_pixels: int = _data(25_000_000, "skip images with more pixels, without decoding them", "> 0")
     ignore_exif_orientation: bool = _data(False, "use images as stored, as open_clip does")
     image_key: str = _data("jpg;png;jpeg;webp", "extensions of the image member")
@@ -109,11 +105,9 @@ class TrainConfig:
     )
     duplicates: str = _loss(
         "negative",
-        "how the loss treats other samples with the same image: as negatives, not at all (mask), or as positives",
-        choices=("negative", "mask", "positive"),
-    )
-    duplicates_by: str = _loss(
-        "image", "what duplicates have in common: image (its bytes), caption, or key:NAME (a json value)"
+        "other samples with the same image: negative; mask leaves them out, positive makes them positives; "
+        "mask:caption, positive:key:NAME, ...: those with the same caption, or value of a json key",
+        metavar="negative|mask[:BY]|positive[:BY]",
     )
     csv_separator: str = _data("\t", "csv: column separator")
     csv_img_key: str = _data("filepath", "csv: column of image paths")
@@ -191,10 +185,10 @@ class TrainConfig:
     )
     lr_scaling: str = _optimisation(
         "none",
-        "multiply learning rates by (global batch / --lr-base-batch) to the power 0 (none), 1/2 (sqrt) or 1 (linear)",
-        choices=LR_SCALINGS,
+        "multiply learning rates by (global batch / N) to the power 0 (none), 1/2 (sqrt:N) or 1 (linear:N); N: the "
+        "global batch that --lr is meant for [32768]",
+        metavar="none|sqrt[:N]|linear[:N]",
     )
-    lr_base_batch: int = _optimisation(32768, "global batch that --lr is meant for; see --lr-scaling", "> 0")
     beta1: float = _optimisation(0.9, "beta1 (adafactor: momentum)", "[0, 1)")
     beta2: float = _optimisation(0.98, "beta2 (adafactor: its upper limit)", "[0, 1)")
     eps: float = _optimisation(1e-6, "epsilon of adamw, adamw8bit and lamb", "> 0")
@@ -208,12 +202,10 @@ class TrainConfig:
     epochs_cooldown: int | None = _optimisation(None, "const-cooldown: decay over the last n epochs", "> 0")
     lr_cooldown_end: float = _optimisation(0.0, "const-cooldown: final learning rate; --lr-scaling applies", ">= 0")
     lr_cooldown_power: float = _optimisation(1.0, "const-cooldown: power of the decay", ">= 0")
-    max_skipped_steps: int = _optimisation(
-        20, "stop (with a checkpoint) after more than this number of steps in a row with non-finite gradients", ">= 0"
-    )
     grad_clip_norm: float | None = _optimisation(None, "clip the global gradient norm [no clipping]", "> 0")
-    ema_decay: float | None = _optimisation(None, "keep a moving average of the weights, e.g. 0.9999 [none]", "[0, 1)")
-    ema_eval: bool = _optimisation(False, "use the averaged weights for evaluation and the final export")
+    ema_decay: float | None = _optimisation(
+        None, "keep a moving average of the weights, e.g. 0.9999, for evaluation and export [none]", "[0, 1)"
+    )
 
     precision: str | None = _system(
         None,
@@ -262,7 +254,6 @@ class TrainConfig:
     save_frequency: int = _run(1, "checkpoint every n epochs (0: only at the end)", ">= 0")
     save_every_n_steps: int = _run(0, "checkpoint every n steps too (0: off)", ">= 0")
     keep_checkpoints: int = _run(3, "keep the last n checkpoints (0: all)", ">= 0")
-    keep_every_n_steps: int = _run(0, "also keep the checkpoint of every n-th step (0: off)", ">= 0")
     val_frequency: int = _run(1, "retrieval on --val-data every n epochs (0: only at the end)", ">= 0")
     zeroshot_frequency: int = _run(2, "zero-shot on --zeroshot-data every n epochs (0: only at the end)", ">= 0")
     log_every_n_steps: int = _run(
@@ -274,6 +265,22 @@ class TrainConfig:
     dry_run: bool = _run(False, "print the plan (batch, steps, data, parameters, memory) and exit")
     debug: bool = _run(False, "show tracebacks of configuration errors and debug logging")
 
+    def __post_init__(self) -> None:
+        if self.dataset_type == "auto":
+            object.__setattr__(self, "dataset_type", "csv" if is_table(self.train_data) else "webdataset")
+
+    @property
+    def duplicates_and_by(self) -> tuple[str, str]:
+        """How the loss treats duplicates and what they have in common: "mask:key:id" -> ("mask", "key:id")."""
+        treatment, _, by = self.duplicates.partition(":")
+        return treatment, by or "image"
+
+    @property
+    def lr_scaling_and_base(self) -> tuple[str, int]:
+        """The rule of --lr-scaling and the global batch that --lr is meant for: "sqrt:1024" -> ("sqrt", 1024)."""
+        rule, _, base = self.lr_scaling.partition(":")
+        return rule, int(base or 32768)
+
     @property
     def texts_per_image(self) -> int:
         """Number of texts that a step encodes per image: its captions and its hard negative."""
@@ -282,6 +289,10 @@ class TrainConfig:
     def to_json(self) -> str:
         """Return the settings as JSON, for config.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def is_table(train_data: str | None) -> bool:
+    return train_data is not None and train_data.lower().endswith((".csv", ".tsv", ".jsonl"))
 
 
 def option_of(name: str) -> str:

@@ -29,7 +29,6 @@ class DataConfig:
         upsampling_factors: one per `::` part of urls: how often an epoch contains its samples (plan.py).
         allow_pipe: allow `pipe:COMMAND`, which runs a shell command (streaming).
         index_cache: folder for indexes that cannot be stored next to their shards.
-        max_missing_shards: fraction of the shards that may be missing at the start.
         max_bad_fraction: fraction of bad samples above which the run stops.
         workers: worker processes per rank; with 0, the rank itself reads.
         timeout: seconds without a micro-batch after which the run stops.
@@ -46,7 +45,6 @@ class DataConfig:
     upsampling_factors: Sequence[float] | None = None
     allow_pipe: bool = False
     index_cache: str | None = None
-    max_missing_shards: float = 0.0
     max_bad_fraction: float = 0.01
     workers: int = 4
     timeout: float = 600.0
@@ -57,13 +55,14 @@ class DataConfig:
         has_json = self.dataset_type != "csv" or all(map(is_json_lines, split_sources(self.urls)))
         if self.texts.needs_json and not has_json:
             raise ValueError(
-                "csv tables have no json: --negatives-key and --duplicates-by key:NAME need shards or jsonl"
+                "csv tables have no json: --negatives-key and --duplicates mask:key:NAME need shards or jsonl"
             )
 
     @classmethod
     def of(cls, config: TrainConfig) -> "DataConfig":
         """Return the data settings of a run's flags."""
         assert config.train_data is not None, "checked with the flags"
+        treatment, by = config.duplicates_and_by
         return cls(
             config.train_data,
             dataset_type=config.dataset_type,
@@ -74,14 +73,13 @@ class DataConfig:
                 config.captions_per_image,
                 config.captions == "lines",
                 config.negatives_key,
-                config.duplicates_by if config.duplicates != "negative" else None,
+                by if treatment != "negative" else None,
             ),
             aug=config.aug_cfg,
             num_samples=config.train_num_samples,
             upsampling_factors=parse_factors(config.train_data_upsampling_factors),
             allow_pipe=config.allow_pipe_urls,
             index_cache=config.index_cache,
-            max_missing_shards=config.max_missing_shards,
             max_bad_fraction=config.max_bad_fraction,
             workers=config.workers,
             timeout=60 * config.dist_timeout / 3,

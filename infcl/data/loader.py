@@ -240,7 +240,6 @@ def _collection(data: DataConfig, share: Share) -> ShardReader | TableReader:
         factors=data.upsampling_factors,
         keys=data.keys,
         index_cache=data.index_cache,
-        max_missing=data.max_missing_shards,
         rank=share.reader,
         world_size=share.readers,
     )

@@ -172,7 +172,7 @@ def _same_id(same: str | None, image: bytes, caption: str, values: dict[str, Any
         return 0
     if same.startswith("key:"):
         if (value := values.get(same[4:])) is None:
-            raise BadSample("no_key", f"json has nothing under {same[4:]!r} (--duplicates-by)")
+            raise BadSample("no_key", f"json has nothing under {same[4:]!r} (--duplicates)")
         data = json.dumps(value, sort_keys=True).encode()
     else:
         data = image if same == "image" else folded(caption).encode("utf-8", "replace")

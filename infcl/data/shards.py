@@ -30,24 +30,18 @@ _SOURCES = re.compile("(?<!filecache)::")  # filecache::URL is one URL, of fsspe
 
 def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
     """Return the shards of `urls` in order. Raises the same errors as `find_shards`."""
-    return list(chain.from_iterable(find_shards(urls, allow_pipe=allow_pipe)[0]))
+    return list(chain.from_iterable(find_shards(urls, allow_pipe=allow_pipe)))
 
 
-def find_shards(
-    urls: str | Sequence[str], *, allow_pipe: bool = False, max_missing: float = 0.0
-) -> tuple[list[list[str]], list[str]]:
-    """Expand `::` lists, braces, globs and folders. Remote urls are not checked.
+def find_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[list[str]]:
+    """Return the shards of each source: expand `::` lists, braces, globs and folders. Remote urls are not checked.
 
     Args:
         urls: the value of --train-data, or several such values.
         allow_pipe: accept `pipe:COMMAND`, which runs a shell command.
-        max_missing: fraction of the shards that may be missing.
-
-    Returns:
-        The shards of each source, and the local shards that are missing.
 
     Raises:
-        ValueError: too many shards are missing, no shard is found, a shard is listed twice, or `pipe:` is not allowed.
+        ValueError: shards are missing, no shard is found, a shard is listed twice, or `pipe:` is not allowed.
     """
     from braceexpand import braceexpand
 
@@ -70,7 +64,9 @@ def find_shards(
                 hint = " (no *.tar in this folder; --dataset-type csv reads loose images)" if is_folder else ""
                 missing.append(part + hint)
     shards = list(chain.from_iterable(sources))
-    _check_missing(missing, len(shards), max_missing)
+    if missing:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(f"{len(missing)} of {len(missing) + len(shards)} shards are missing: {shown}")
     times = Counter(shard if is_remote(shard) else os.path.abspath(shard) for shard in shards)
     if twice := [shard for shard, count in times.items() if count > 1]:
         raise ValueError(
@@ -82,7 +78,7 @@ def find_shards(
         raise ValueError(
             f"no shards in {urls!r}: give tars, a folder of tars, or braces like 'data/{{00000..00041}}.tar'"
         )
-    return sources, missing
+    return sources
 
 
 def split_sources(urls: str | Sequence[str]) -> list[str]:
@@ -108,15 +104,6 @@ def check_factors(factors: Sequence[float] | None, sources: Sequence) -> Sequenc
     return factors or [1.0] * len(sources)
 
 
-def _check_missing(missing: Sequence[str], found: int, allowed: float) -> None:
-    if len(missing) > allowed * (len(missing) + found):
-        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise ValueError(
-            f"{len(missing)} of {len(missing) + found} shards are missing: {shown}"
-            + (f" (--max-missing-shards allows {allowed:g} of them)" if allowed else "")
-        )
-
-
 @dataclass(frozen=True)
 class Manifest:
     """All shards of a data set.
@@ -125,7 +112,6 @@ class Manifest:
     """
 
     shards: tuple[Shard, ...]
-    missing: dict[str, str]  # listed shard -> reason why it is not used
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -154,17 +140,16 @@ class Manifest:
     def found(self) -> dict[str, int]:
         """Return the counters of a report that are known before the first read."""
         damaged = sum(shard.damage is not None for shard in self.shards)
-        counts = self.rejected | Counter(damaged_shards=damaged, missing_shards=len(self.missing))
+        counts = self.rejected | Counter(damaged_shards=damaged)
         return {f"index/{cause}": count for cause, count in counts.items() if count}
 
     @property
     def warnings(self) -> list[str]:
-        damaged = [
+        return [
             f"damaged shard, its intact samples are used: {shard.path}: {shard.damage}"
             for shard in sorted(self.shards)
             if shard.damage
         ]
-        return damaged + [f"shard left out: {path}: {why}" for path, why in sorted(self.missing.items())]
 
 
 def load_manifest(
@@ -173,7 +158,6 @@ def load_manifest(
     factors: Sequence[float] | None = None,
     keys: SampleKeys = DEFAULT_KEYS,
     index_cache: str | None = None,
-    max_missing: float = 0.0,
     rank: int = 0,
     world_size: int = 1,
 ) -> Manifest:
@@ -187,14 +171,12 @@ def load_manifest(
         factors: upsampling factors, one for each `::` part of `urls`.
         keys: which members of a shard form a sample.
         index_cache: folder for indexes that cannot be stored next to their shards.
-        max_missing: fraction of the shards that may be missing or unreadable.
         rank, world_size: choose the shard at which this process starts.
 
     Raises:
-        ValueError: too many shards are missing or unreadable.
+        ValueError: a shard is missing or cannot be read.
     """
-    sources, absent = find_shards(urls, max_missing=max_missing)
-    missing = dict.fromkeys(absent, "not found")
+    sources = find_shards(urls)
     factor_of = {
         path: float(factor) for paths, factor in zip(sources, check_factors(factors, sources)) for path in paths
     }
@@ -204,11 +186,8 @@ def load_manifest(
         try:
             shards[path] = ensure_index(path, keys, index_cache)._replace(factor=factor_of[path])
         except ShardFault as fault:
-            missing[path] = str(fault)
-            _check_missing(list(missing.values()), len(paths) + len(absent) - len(missing), max_missing)
-    if not shards:
-        raise ValueError(f"none of the {len(missing)} shards of {urls!r} can be read")
-    return Manifest(tuple(shards[path] for path in paths if path in shards), missing)
+            raise ValueError(f"1 of {len(paths)} shards cannot be used: {fault}") from fault
+    return Manifest(tuple(shards[path] for path in paths))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -216,7 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=["index"])
     parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs, folders or @FILE")
     parser.add_argument("--index-cache", help="folder of indexes of remote and read-only shards")
-    parser.add_argument("--max-missing-shards", type=float, default=0.0, help="fraction that may be missing")
     parser.add_argument("--image-key", default=DEFAULT_KEYS.image, help="image extensions, split by ';'")
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
     parser.add_argument("--jobs", type=int, default=1, help="shards indexed at the same time")
@@ -226,7 +204,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.urls,
         keys=SampleKeys(image=args.image_key, text=args.text_key),
         index_cache=args.index_cache,
-        max_missing=args.max_missing_shards,
         world_size=args.jobs,
     )
     try:

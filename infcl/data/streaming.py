@@ -19,7 +19,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count, islice
+from itertools import count, islice
 
 import torch
 
@@ -29,7 +29,7 @@ from infcl.data.index import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, SampleKeys, find_s
 from infcl.data.plan import Share, random_order
 from infcl.data.records import BadSample, Record, read_members
 from infcl.data.samples import DecodedSample, SampleDecoder
-from infcl.data.shards import find_shards
+from infcl.data.shards import expand_shards
 from infcl.data.storage import ShardFault, ShardFile, open_copy
 from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_dataloader
 
@@ -150,8 +150,7 @@ class StreamingSource(Source):
 
     def __init__(self, data: DataConfig, decoder: SampleDecoder, share: Share):
         assert data.num_samples is not None, "checked with the flags"
-        sources, missing = find_shards(data.urls, allow_pipe=data.allow_pipe, max_missing=data.max_missing_shards)
-        shards = list(chain.from_iterable(sources))
+        shards = expand_shards(data.urls, allow_pipe=data.allow_pipe)
         readers = share.readers * max(1, data.workers)
         if len(shards) < readers:
             raise ValueError(
@@ -159,7 +158,7 @@ class StreamingSource(Source):
                 f"{counted(max(1, data.workers), 'worker')}: the streaming reader needs {readers}; use fewer "
                 "workers, or the indexed reader"
             )
-        self.num_samples, self.found = data.num_samples, {"index/missing_shards": len(missing)} if missing else {}
+        self.num_samples, self.found = data.num_samples, {}
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, f"an epoch has {self.num_samples} samples")
         self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
         self.board = WorkerBoard(data.workers, shards.__getitem__)

@@ -28,7 +28,7 @@ LEAST_SCALE = Patch(
     "DynamicLossScaler.raise_error_at_min_scale",
     "https://github.com/deepspeedai/DeepSpeed/pull/1958",
     "At the smallest scale, a step that is not finite raises an error, after which no checkpoint is written. "
-    "--max-skipped-steps handles such steps.",
+    "The trainer counts such steps.",
 )
 TRACE = Patch(
     "PartitionedParameterCoordinator._invalidate_trace",

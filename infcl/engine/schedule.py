@@ -9,7 +9,8 @@ _EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 def batch_size_factor(config: TrainConfig, global_batch_size: int) -> float:
     """Return the factor of --lr-scaling, by which all learning rates are multiplied."""
-    return (global_batch_size / config.lr_base_batch) ** _EXPONENTS[config.lr_scaling]
+    rule, base = config.lr_scaling_and_base
+    return (global_batch_size / base) ** _EXPONENTS[rule]
 
 
 class Schedule:
@@ -64,8 +65,8 @@ class Schedule:
         if config.lr_scaling == "none":
             return ", ".join(f"{name}{rate:.3g}" for name, rate in given.items())
         scaled = ", ".join(f"{name}{rate:.3g} -> {rate * self.factor:.3g}" for name, rate in given.items())
-        batches = f"batch {self.global_batch_size} / {config.lr_base_batch}"
-        return f"{scaled} ({config.lr_scaling}: {batches}, x {self.factor:.3g})"
+        rule, base = config.lr_scaling_and_base
+        return f"{scaled} ({rule}: batch {self.global_batch_size} / {base}, x {self.factor:.3g})"
 
     def _unscaled(self, step: int) -> float:
         config, total_steps = self.config, self.total_steps

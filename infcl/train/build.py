@@ -194,7 +194,7 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
         tile=config.tile,
         tile_dtype=spec.tile_dtype,
         ranks_per_node=parallel.ranks_per_node,
-        duplicates=config.duplicates,
+        duplicates=config.duplicates_and_by[0],
         fixed_shape=True,
     )
     if parallel.tp_group is None:

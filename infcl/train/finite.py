@@ -23,15 +23,16 @@ from infcl.train.observers import Step
 from infcl.train.saves import Saves
 
 _TOWERS = {"image": "visual.transformer", "text": "transformer"}
+MAX_SKIPPED = 20  # in a row; one more ends the run
 _MOST = 8  # sample numbers per line, lines about one skipped step
 
 
 class Diverged(RuntimeError):
-    """More steps in a row were skipped than --max-skipped-steps."""
+    """More steps in a row were skipped than MAX_SKIPPED."""
 
 
 class Skips:
-    """An observer that explains each skipped step and ends the run after more in a row than --max-skipped-steps.
+    """An observer that explains each skipped step and ends the run after more in a row than MAX_SKIPPED.
 
     It saves a checkpoint first, unless one of the skipped steps has one already: the weights are still the same.
     It also ends a run whose last loss is not finite, without a checkpoint of that step. A restart then continues from
@@ -43,11 +44,8 @@ class Skips:
         say: prints lines on the console.
     """
 
-    def __init__(
-        self, engine: Engine, parallel: Parallel, saves: Saves, say: Callable[[str], None], *, max_in_a_row: int
-    ):
+    def __init__(self, engine: Engine, parallel: Parallel, saves: Saves, say: Callable[[str], None]):
         self.engine, self.parallel, self.saves, self.say = engine, parallel, saves, say
-        self.max_in_a_row = max_in_a_row
         self.total = self.in_a_row = 0
         self.begin()
         for tower, name in _TOWERS.items() if isinstance(engine.module, CLIP) else ():
@@ -80,13 +78,13 @@ class Skips:
         if step.is_last and not math.isfinite(step.loss):
             checkpoints.publish()
             raise Diverged(f"the last loss is {step.loss}: nothing is exported; {checkpoints.hint}. {shown}")
-        if self.in_a_row > self.max_in_a_row:
+        if self.in_a_row > MAX_SKIPPED:
             checkpoints.publish()
             if (checkpoints.begun_step or 0) <= step.number - self.in_a_row:
                 self.saves.finish()
             raise Diverged(
-                f"{self.in_a_row} steps in a row had gradients that are not finite, more than --max-skipped-steps "
-                f"{self.max_in_a_row}; {checkpoints.hint}. Step {step.number}:\n  {shown}"
+                f"{self.in_a_row} steps in a row had gradients that are not finite, more than {MAX_SKIPPED}; "
+                f"{checkpoints.hint}. Step {step.number}:\n  {shown}"
             )
 
     def _explain(self, step: Step) -> str:

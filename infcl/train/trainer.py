@@ -124,15 +124,14 @@ class Trainer:
         config = self.config
         self.checkpoints = CheckpointWriter(
             self.engine, self.run, self.parallel, keep_last=config.keep_checkpoints,
-            keep_every=config.keep_every_n_steps,
         )  # fmt: skip
         self.signals = StopSignals(noted)
         self.saves = Saves(config, self.parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
         self.skips = Skips(
             self.engine, self.parallel, self.saves, lambda text: self.metrics.say(text),
-            max_in_a_row=config.max_skipped_steps,
         )  # fmt: skip
         self.step, self.train_seconds = 0, 0.0
+        self.averages = config.ema_decay is not None  # are evaluated and exported
 
     def _build_observers(self) -> None:
         """Build the observers in calling order: metrics writes what those before it found."""
@@ -361,7 +360,7 @@ class Trainer:
     def _run_task(self, name: str) -> dict[str, float]:
         started = time.perf_counter()
         self.engine.train(False)
-        with self.engine.showing_average() if self.config.ema_eval else contextlib.nullcontext():
+        with self.engine.showing_average() if self.averages else contextlib.nullcontext():
             values = self.tasks[name].run(self._encode_for_evaluation, self.parallel, self.engine.scalar_values)
         seconds = time.perf_counter() - started
         self.metrics.evaluation(name, self.step, self.samples_seen, values, seconds, self.tasks[name].about)
@@ -466,7 +465,7 @@ class Trainer:
     def _finish(self) -> dict:
         """Evaluate, export, and return the contents of summary.json."""
         results = {name: self._run_task(name) for name in self.tasks}
-        weights = full_weights(self.engine, keep=self.parallel.rank == 0, ema=self.config.ema_eval)
+        weights = full_weights(self.engine, keep=self.parallel.rank == 0, ema=self.averages)
         peak = max_over(dist.group.WORLD, [peak_memory_mb(self.parallel.device)], self.parallel.device)[0]
         retrieval, newest = results.get("retrieval", {}), self.checkpoints.newest
         summary = {
@@ -485,7 +484,7 @@ class Trainer:
             "data": sum_reports(self.loader.report(), self.parallel),
             "evaluation": results,
             "evaluated_with": {name: dict(task.about) for name, task in self.tasks.items() if task.about},
-            "ema": self.config.ema_eval,
+            "ema": self.averages,
             "loads_in_open_clip": self.model_config.loads_in_open_clip,
             "paths": {
                 "run": str(self.run.root),

@@ -77,7 +77,7 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
 
     run, engine = RunFolder(folder), engine_on_cpu(ToyCLIP(), preset, grad_clip_norm=None)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    writer = checkpoint_writer.CheckpointWriter(engine, run, engine.parallel, keep_last=0, keep_every=0)
+    writer = checkpoint_writer.CheckpointWriter(engine, run, engine.parallel, keep_last=0)
     before, stepped, write = full_weights(engine, keep=True), threading.Event(), checkpoint_writer._write_tensors
     replace = os.replace
 
@@ -271,20 +271,11 @@ def add_checkpoints(run, *steps):
         (folder / "infcl.json").write_text("{}")
 
 
-@pytest.mark.parametrize(
-    ("keep_last", "keep_every", "left"),
-    [
-        (0, 0, [9, 8, 7, 6, 5, 4, 3, 2, 1]),
-        (2, 0, [9, 8]),
-        (2, 3, [9, 8, 6, 3]),
-        (1, 4, [9, 8, 4]),
-        (10, 0, range(9, 0, -1)),
-    ],
-)
-def test_pruning_keeps_the_last_ones_and_every_nth(tmp_path, keep_last, keep_every, left):
+@pytest.mark.parametrize(("keep_last", "left"), [(0, range(9, 0, -1)), (2, [9, 8]), (1, [9]), (10, range(9, 0, -1))])
+def test_pruning_keeps_the_last_ones(tmp_path, keep_last, left):
     run = RunFolder(tmp_path)
     add_checkpoints(run, *range(1, 10))
-    writer_on(run, keep_last=keep_last, keep_every=keep_every).prune(run.checkpoints / "step_00000009")
+    writer_on(run, keep_last=keep_last).prune(run.checkpoints / "step_00000009")
     assert [checkpoint_step(path) for path in complete_checkpoints(run)] == list(left)
 
 

@@ -18,7 +18,6 @@ from infcl.config import (
     settings_of,
     total_steps,
 )
-from infcl.config.command_line import REMOVED
 from infcl.config.preset import read_preset
 from infcl.loss.contrastive import LOSSES
 from tests.lib.checkout import ROOT
@@ -35,15 +34,6 @@ def test_flags_that_open_clip_has_keep_its_defaults():
     theirs, ours = vars(params.parse_args(["--model", "ViT-B-32"])), dataclasses.asdict(parse_args(SYNTHETIC))
     shared = (theirs.keys() & ours.keys()) - OWN_DEFAULTS - {"train_num_samples"}
     assert len(shared) > 40 and {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}
-
-
-def test_a_removed_flag_answers_with_what_replaces_it(monkeypatch):
-    flags = make_parser()._option_string_actions
-    for flag, instead in REMOVED.items():
-        assert flag not in flags and instead
-    monkeypatch.setitem(REMOVED, "--old-flag", "use --lr")
-    with pytest.raises(ValueError, match=r"--old_flag=3 \(--old_flag was removed: use --lr\)"):
-        parse_args([*SYNTHETIC, "--old_flag=3"])
 
 
 def test_train_data_of_several_values_is_one_list_of_sources(tmp_path):
@@ -84,7 +74,9 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--workers", "-2"], "-2 must be at least 0, or auto"),
         (["--global-batch-size", "64", "--accum-freq", "2"], "leave one of them out"),
         (["--steps", "64", "--epochs", "2"], "--steps 64 and --epochs 2: leave one of them out"),
-        (["--duplicates-by", "pixels"], "--duplicates-by pixels is none of image, caption and key:NAME"),
+        (["--duplicates", "mask:pixels"], "--duplicates mask:pixels: give negative, mask or positive, the last two"),
+        (["--duplicates", "negative:image"], "--duplicates negative:image: give negative, mask"),
+        (["--lr-scaling", "sqrt:0"], "--lr-scaling sqrt:0: give none, sqrt or linear, the last two also with"),
         (["--duplicates", "mask", "--loss", "disco"], "--duplicates mask is for --loss inf_cl and siglip, not disco"),
         (["--captions-per-image", "2", "--loss", "siglip"], "--captions-per-image 2 and --negatives-key are for"),
         (["--captions-per-image", "2", "--duplicates", "mask"], "captions of one image its positives, which"),
@@ -111,7 +103,6 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         ),
         (["--pixel-cache-gb", "much"], "--pixel-cache-gb much is neither a number of at least 0 nor auto"),
         (["--resident-micro-batches", "0"], "--resident-micro-batches 0 is neither a number above 0 nor auto"),
-        (["--ema-eval"], "--ema-eval needs --ema-decay"),
         (["--image-layer-decay", "0"], r"--image-layer-decay 0.0 must lie in \(0, 1\]"),
         (["--opt", "adafactor", "--tensor-parallel-size", "2"], "needs full matrices"),
         (["--opt", "lamb", "--wd-mode", "schedule"], "part of the update"),

@@ -107,7 +107,7 @@ def test_forwards_see_the_average_where_asked_and_then_the_weights_again(preset,
 def averaged_run(demo_folder, tmp_path_factory):
     """A run of three steps with averaged weights, ZeRO-1 on two ranks: (config, run)."""
     logs = tmp_path_factory.mktemp("averaged")
-    flags = {"ema_decay": 0.9, "ema_eval": True, "batch_size": 16, "steps": 3}
+    flags = {"ema_decay": 0.9, "batch_size": 16, "steps": 3}
     config = demo_config(demo_folder, logs, val_data=str(demo_folder / "val"), **flags)
     run_losses(2, config)
     return config, RunFolder(logs / "run")
@@ -129,7 +129,7 @@ def test_an_average_moves_to_another_layout_unchanged(averaged_run, tmp_path, wo
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_the_average_is_evaluated_and_exported_where_asked(averaged_run, tmp_path):
+def test_the_average_is_evaluated_and_exported(averaged_run, tmp_path):
     config, run = averaged_run
     average, weights = (consolidated_state_dict(run.root, ema=ema) for ema in (True, False))
     assert not torch.equal(average["visual.proj"], weights["visual.proj"])
@@ -143,7 +143,7 @@ def test_the_average_is_evaluated_and_exported_where_asked(averaged_run, tmp_pat
     assert torch.equal(evaluated.visual.proj, average["visual.proj"])
     assert "moving average" in (tmp_path / "out1" / "README.md").read_text()
     scores = json.loads(run.summary.read_text())["evaluation"]["retrieval"]
-    plain = dataclasses.replace(config, ema_eval=False, logs=str(tmp_path), resume=str(complete_checkpoints(run)[0]))
+    plain = dataclasses.replace(config, ema_decay=None, logs=str(tmp_path), resume=str(complete_checkpoints(run)[0]))
     run_losses(2, plain)
     assert scores != json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["retrieval"]
 

@@ -199,7 +199,7 @@ def test_a_growing_loss_scale_changes_no_step(stage, tmp_path):
 
 
 def test_at_the_least_loss_scale_steps_are_skipped_on(tmp_path):
-    """DeepSpeed's own error would end the run before --max-skipped-steps does, without a checkpoint."""
+    """DeepSpeed's own error would end the run before the trainer does, without a checkpoint."""
     fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
     (tmp_path / "p.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": fp16}))
     steps, _, counters, _ = run_ranks(fp16_on_a_cpu, 2, str(tmp_path / "p.json"), False)[0]

@@ -94,7 +94,7 @@ def groups_of(model, **flags):
 
 
 def test_towers_may_have_their_own_learning_rates_that_scale_alike():
-    flags = {"image_lr": 2e-4, "text_lr": 3e-3, "lr_scaling": "sqrt", "lr_base_batch": 1024}
+    flags = {"image_lr": 2e-4, "text_lr": 3e-3, "lr_scaling": "sqrt:1024"}
     groups = groups_of(CLIP(load_model_config(GOLDEN_MODEL)), **flags)
     peak = schedule(**flags).peak
     assert peak == pytest.approx(2 * LR)
@@ -165,6 +165,6 @@ def test_constant_stays_and_cooldown_falls_over_the_last_epochs():
 
 def test_the_end_of_a_cooldown_scales_with_the_batch_and_is_reported():
     flags = {"lr_scheduler": "const-cooldown", "epochs_cooldown": 5, "warmup": 0, "lr_cooldown_end": 1e-4}
-    scaled = schedule(lr_scaling="linear", lr_base_batch=1024, **flags)
+    scaled = schedule(lr_scaling="linear:1024", **flags)
     assert scaled(TOTAL) == pytest.approx(4e-4)
     assert "at the end 0.0001 -> 0.0004" in str(scaled)

@@ -108,14 +108,6 @@ def named(*extra: str) -> Callable[[Place], str]:
     return lambda place: "::".join([str(place.shards), *extra])
 
 
-def allowing(case: Callable[[Place], str]) -> Callable[[Place], str]:
-    def allowed(place: Place) -> str:
-        place.options["max_missing_shards"] = 0.3
-        return case(place)
-
-    return allowed
-
-
 def empty_shard(content: bytes) -> Callable[[Place], str]:
     def case(place: Place) -> str:
         (place.shards / "3.tar").write_bytes(content)
@@ -199,7 +191,7 @@ CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("empty tar", empty_shard(bytes(10240)), 0),
     ("web page as shard", empty_shard(b"<html>404</html>" * 100), 0),
     ("missing shard", named("/no/such/shard.tar"), ENDS),
-    ("missing shard, up to 30% allowed", allowing(named("/no/such/shard.tar")), 0),
+
     ("shard replaced during the run", replaced, -10),
     ("shard removed during the run", removed, -10),
     ("pipe: without --allow-pipe-urls", lambda place: f"pipe:cat {place.in_shell}/0.tar", ENDS),

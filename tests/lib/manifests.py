@@ -34,12 +34,10 @@ def manifest_of(step: int, files: dict[str, dict]) -> dict:
     return sealed(manifest)
 
 
-def writer_on(
-    run: RunFolder, rank: int = 0, world_size: int = 1, *, keep_last: int = 0, keep_every: int = 0, **options: Any
-) -> CheckpointWriter:
+def writer_on(run: RunFolder, rank: int = 0, world_size: int = 1, *, keep_last: int = 0) -> CheckpointWriter:
     """Return a writer on a rank of two nodes, with an engine that has no state. Tests replace `_own_tensors`."""
     nodes = (Node("worker-1", 0, 1), Node("worker-2", 1, 1))
     parallel: Any = SimpleNamespace(rank=rank, world_size=world_size, hosts=2, nodes=nodes)
     engine: Any = SimpleNamespace(counters=dict, optimizer_name="adamw", zero_stage=1)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    return CheckpointWriter(engine, run, parallel, keep_last=keep_last, keep_every=keep_every, **options)
+    return CheckpointWriter(engine, run, parallel, keep_last=keep_last)

@@ -21,10 +21,10 @@ from tests.lib.waiting import finish, wait_for_checkpoint
 
 def test_steps_that_stay_not_finite_end_with_a_code_of_their_own(demo_folder, tmp_path):
     """What starts a run again knows it by that; it writes one line, no traceback."""
-    arguments = command(demo_folder, tmp_path, "--lr", "1e30", "--warmup", "0", "--steps", "9", "--workers", "0")
-    ended = forked([*arguments, "--device", "cpu", "--max-skipped-steps", "1"], 2)
+    arguments = command(demo_folder, tmp_path, "--lr", "1e30", "--warmup", "0", "--steps", "24", "--workers", "0")
+    ended = forked([*arguments, "--device", "cpu"], 2)
     assert ended.returncode == 65 and "Traceback" not in ended.stderr
-    assert ended.stderr.count("pretrain_clip.py: error: 2 steps in a row had gradients that are not finite") == 1
+    assert ended.stderr.count("pretrain_clip.py: error: 21 steps in a row had gradients that are not finite") == 1
 
 
 def test_data_without_images_ends_a_rank_with_one_line_and_exit_code_2(demo_folder, tmp_path):

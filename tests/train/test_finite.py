@@ -7,19 +7,22 @@ import json
 import math
 import os
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 
 from infcl.convert.export import load_exported
 from infcl.report import read_metrics
+from infcl.train import finite
+from infcl.train.finite import MAX_SKIPPED
 from tests.lib.engine_steps import steps_with_a_poisoned_one
 from tests.lib.fp16 import fp16_allowed
 from tests.lib.ranks import run_ranks
 from tests.lib.training import demo_config, fit, new_trainer
 
 
-def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
+def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0, *, most=MAX_SKIPPED):
     """Train; in the given steps (from 1), micro-batch 1 of one rank goes wrong -> (sentences said, error or None)."""
     trainer = new_trainer(config)
     encode, encodings, said = trainer.engine.encode, Counter(), []
@@ -49,7 +52,8 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0):
     trainer.engine.encode, trainer.sampled_loss.loss = failing_encode, failing_loss
     error = None
     try:
-        trainer.fit()
+        with mock.patch.object(finite, "MAX_SKIPPED", most):
+            trainer.fit()
     except RuntimeError as raised:
         error = str(raised)
     return said, error
@@ -82,13 +86,13 @@ def test_a_skipped_step_is_explained_and_the_run_continues(demo_folder, tmp_path
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint(demo_folder, tmp_path):
     """Started again it ends in its first step that is skipped, and of no such checkpoint an older one is removed."""
     often = {"save_every_n_steps": 3, "keep_checkpoints": 1}
-    config = demo_config(demo_folder, tmp_path, steps=9, max_skipped_steps=2, **often)
-    said, error = run_ranks(poisoned_fit, 1, config, "text features", {2, 4, 5, 6, 7})[0]
-    assert "3 steps in a row had gradients that are not finite, more than --max-skipped-steps 2" in error
+    config = demo_config(demo_folder, tmp_path, steps=9, **often)
+    said, error = run_ranks(poisoned_fit, 1, config, "text features", {2, 4, 5, 6, 7}, most=2)[0]
+    assert "3 steps in a row had gradients that are not finite, more than 2; " in error
     assert "--resume latest continues from step_00000006" in error and "text tower, micro-batch 1" in error
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
     again = dataclasses.replace(config, resume="latest")
-    said, error = run_ranks(poisoned_fit, 1, again, "text features", {7})[0]
+    said, error = run_ranks(poisoned_fit, 1, again, "text features", {7}, most=2)[0]
     assert "4 steps in a row" in error and "--resume latest continues from step_00000006" in error
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
     assert left == ["step_00000003", "step_00000006"]
