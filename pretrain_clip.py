@@ -1,5 +1,7 @@
 """Contrastive pre-training: deepspeed [--hostfile hosts] pretrain_clip.py --train-data SHARDS --tokenizer FILE ...
 
+Where the package is installed: infcl-train FLAGS for one rank, deepspeed --module pretrain_clip FLAGS for several.
+
     parse the flags -> join the process group -> resolve the run -> claim its folder -> build -> fit
 
 infcl/train/ending.py lists the exit codes. During the start SIGTERM and SIGHUP end the process at once; SIGUSR1 ends it
@@ -9,8 +11,10 @@ after the first step, with a checkpoint.
 import logging
 import signal
 import sys
+from typing import NoReturn
 
-if __name__ == "__main__":  # before the slow imports: a scheduler's signal may arrive at any time
+# Before the slow imports, as a scheduler's signal may arrive at any time.
+if __name__ == "__main__" or sys.argv[0].endswith("infcl-train"):
     noted: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: noted.append(number))
 
@@ -55,5 +59,10 @@ def build(argv: list[str], noted: list[int] | None) -> Trainer | NothingToTrain:
     return Trainer(inputs, parallel, folder, noted=noted)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """Train with the flags of the command line, and exit."""
     end_process(main(noted=noted))
+
+
+if __name__ == "__main__":
+    command()

@@ -22,7 +22,7 @@ PATHS = (
 )  # fmt: skip
 _WEIGHTS = "it takes a file or folder of weights; nothing is downloaded by name"
 _MEANT = {  # hints for users who give a name instead of a path
-    "deepspeed_config": "it takes a name in ds_configs of infcl's repository (zero1), or a JSON file",
+    "deepspeed_config": "it takes a name in ds_configs (zero1), or a JSON file",
     "tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
     "pretrained": _WEIGHTS,
     "pretrained_image": _WEIGHTS,

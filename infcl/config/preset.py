@@ -6,12 +6,14 @@ A preset that sets one of these is rejected, and `deepspeed_config` adds them, s
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from infcl.config.batch import BatchPlan
 from infcl.config.settings import TrainConfig
 
-_SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"  # in a checkout; pip does not install it
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SHIPPED = next(folder / "ds_configs" for folder in (_PACKAGE, _PACKAGE.parent) if (folder / "ds_configs").is_dir())
 _OWNED_BY_FLAGS = {
     "train_batch_size": "--batch-size and --accum-freq",
     "train_micro_batch_size_per_gpu": "--batch-size",
@@ -22,8 +24,7 @@ _OWNED_BY_FLAGS = {
     "torch_autocast": "--precision amp_bf16",
     "steps_per_print": "--log-every-n-steps",
 }
-# `reduce_bucket_size` in elements: DeepSpeed's default; ds_configs/zero1.json and zero2.json; zero3.json.
-BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET = 500_000_000, 100_000_000, 50_000_000
+BUCKET = 500_000_000  # DeepSpeed's default of `reduce_bucket_size`, in elements
 # ZeRO++ in DeepSpeed 0.19.8 takes neighbouring ranks for copies, but tensor-parallel ranks hold different parameters.
 _WRONG_OVER_PARTS = ("zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_weights")
 _SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
@@ -36,6 +37,12 @@ def preset_file(given: str) -> Path:
     """Return the file of a preset that is given by its name in ds_configs ("zero1") or as a path."""
     shipped = _SHIPPED / f"{given}.json"
     return shipped if given.isidentifier() and shipped.exists() else Path(given)
+
+
+@cache
+def shipped_preset(name: str) -> dict:
+    """Return the contents of a preset of ds_configs; do not change them."""
+    return json.loads(preset_file(name).read_text())
 
 
 def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, str]:
@@ -182,7 +189,8 @@ def bucket_elements(zero_optimization: dict, stage: int) -> int:
     """Return the gradient elements reduced at once; the default is smaller in engine/zero3.py, which holds three."""
     offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")
     ours = stage == 3 and not offloaded and zero_optimization.get("reduce_scatter", True)
-    return zero_optimization.get("reduce_bucket_size", STAGE_3_BUCKET if ours else BUCKET)
+    default = shipped_preset("zero3")["zero_optimization"]["reduce_bucket_size"] if ours else BUCKET
+    return zero_optimization.get("reduce_bucket_size", default)
 
 
 def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from typing import Any
 
 from infcl.config import RunSpec, counted
-from infcl.config.preset import STAGE_3_BUCKET
+from infcl.config.preset import shipped_preset
 from infcl.models.config import CLIPConfig
 from infcl.plan.memory import HEADROOM, host_bytes, host_parts, memory_of, reserved_bytes
 from infcl.plan.setting import Setting, setting_of_run
@@ -17,8 +17,6 @@ from infcl.plan.setting import Setting, setting_of_run
 _ROOM = 0.90  # share of the memory that --batch-size auto and a suggestion may use
 _LARGEST = 4096  # largest micro-batch that --batch-size auto tries
 _CONTEXT_BYTES = 2**30  # approximate device memory of the CUDA context and of libraries at start
-# The keys of ds_configs/zero3.json that determine memory
-_ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": STAGE_3_BUCKET}}
 _LESS_HOST_MEMORY = 'Try --pixel-cache-gb auto, "pin_memory": false or no offloading in --deepspeed_config, more hosts'
 
 
@@ -92,7 +90,7 @@ class Fit:
     def _suggestion(self) -> str:
         """Return the smallest change that fits: smaller micro-batches of the same batch, checkpointing, then ZeRO-3."""
         spec, config, batch = self.spec, self.spec.flags, self.spec.batch
-        in_zero_3 = dataclasses.replace(spec, preset=_ZERO_3)
+        in_zero_3 = dataclasses.replace(spec, preset=shipped_preset("zero3"))
         for way, checkpointing in ((spec, config.grad_checkpointing), (spec, True), (in_zero_3, True)):
             for size in batch.divisors(batch.micro_batch_size, config.tensor_parallel_size):
                 accumulate = {"accum_freq": batch.rank_batch_size // size} if config.global_batch_size is None else {}

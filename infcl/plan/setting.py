@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infcl.config import RunSpec, TrainConfig
-from infcl.config.preset import BUCKET, STAGE_1_BUCKET, STAGE_3_BUCKET, is_bf16_optimizer
+from infcl.config.preset import bucket_elements, is_bf16_optimizer, shipped_preset
 from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
 from infcl.models import CLIP
@@ -121,13 +121,13 @@ class Setting:
         """The preset's options that matter; if none are given, those of ds_configs."""
         if self.zero_options is not None:
             return self.zero_options
-        bucket = (BUCKET if self.offload else STAGE_3_BUCKET) if self.zero == 3 else STAGE_1_BUCKET
-        overlap = self.zero == 3 or (self.zero > 0 and self.nodes > 1)
-        return {
-            "reduce_bucket_size": bucket,
-            "overlap_comm": overlap,
-            **{f"offload_{part}": {"pin_memory": True} for part in self.offloads},
+        name = "zero3_offload" if self.zero == 3 and self.offload else f"zero{self.zero}"
+        options = shipped_preset(name)["zero_optimization"] | {
+            f"offload_{part}": {"device": "cpu", "pin_memory": True} for part in self.offloads
         }
+        overlaps = options.get("overlap_comm", False)
+        options["overlap_comm"] = self.nodes > 1 if overlaps == "auto" else overlaps
+        return options | {"reduce_bucket_size": bucket_elements(options, self.zero)}
 
     # ---- nodes ----
 

@@ -2,9 +2,12 @@
 current.
 """
 
+import json
+import os
 import subprocess
 import sys
 import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import pytest
 
 import infcl
 from tests.lib.checkout import ROOT, tracked
+from tests.lib.entry import losses
+from tests.lib.ranks import free_port
 
 LOSS = """
 import sys, torch, infcl
@@ -24,26 +29,61 @@ assert "ViT-B-32" in list_models()
 """
 
 
-def pip(*arguments) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "-q", *map(str, arguments)], check=True, timeout=240)
+def run(*arguments, where: Path, seconds: float = 1200) -> str:
+    """Run a command in a folder without this environment's variables; return what it prints."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith("PIP_") or "proxy" in name}
+    done = subprocess.run(
+        [*map(str, arguments)], cwd=where, env=environment, capture_output=True, text=True, timeout=seconds
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Build the wheel from the tracked files and install it with its extra "train" into an empty environment.
+
+    The wheel, and the folder of the environment's programs.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    for path in tracked():
+        (folder / "source" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "source" / path).write_bytes((ROOT / path).read_bytes())
+    venv.create(folder / "empty", with_pip=True)
+    programs = folder / "empty" / "bin"
+    run(programs / "pip", "-q", "install", "build", where=folder)
+    run(programs / "python", "-m", "build", "--outdir", folder, folder / "source", where=folder)
+    (wheel,) = folder.glob(f"infcl-{infcl.__version__}-*.whl")
+    run(programs / "pip", "-q", "install", f"{wheel}[train]", where=folder)
+    return wheel, programs
 
 
 @pytest.mark.slow
-def test_the_wheel_is_complete_and_its_loss_runs(tmp_path):
-    source = tmp_path / "source"
-    for path in tracked():
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        (source / path).write_bytes((ROOT / path).read_bytes())
-    pip("wheel", "--no-deps", "--no-build-isolation", source, "-w", tmp_path)
-    (wheel,) = tmp_path.glob(f"infcl-{infcl.__version__}-*.whl")
+@pytest.mark.timeout(3000)
+def test_the_wheel_is_complete_and_its_loss_runs(installed, tmp_path):
+    wheel, programs = installed
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert packed == {path.as_posix() for path in tracked("infcl", "megatron_patches")}
-    pip("install", "--no-deps", "--target", tmp_path / "site", wheel)
-    result = subprocess.run(
-        [sys.executable, "-c", LOSS, tmp_path / "site"],
-        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    presets = {f"infcl/{path.as_posix()}" for path in tracked("ds_configs/*.json")}
+    code = {path.as_posix() for path in tracked("infcl", "megatron_patches", "pretrain_clip.py")}
+    assert packed == code | presets
+    run(programs / "python", "-c", LOSS, programs.parent, where=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_installed_trainer_trains_the_demo_from_any_folder_with_a_preset_by_name(installed, tmp_path):
+    """One rank by the command, two by DeepSpeed's launcher; both see the same samples."""
+    _, programs = installed
+    run(programs / "python", "-m", "infcl.data.demo", "--out", "data", "--num-train", "256", where=tmp_path)
+    flags = "--train-data data/train --tokenizer data/tokenizer.model --model demo --workers 0 --global-batch-size 32"
+    flags += " --batch-size 16 --steps 4 --warmup 2 --deepspeed_config zero2 --device cpu --logs . --name"
+    launcher = [programs / "deepspeed", "-q", "--num_gpus", "2", "--master_port", free_port(), "--module"]
+    run(programs / "infcl-train", *flags.split(), "one", where=tmp_path)
+    run(programs / "python", *launcher, "pretrain_clip", *flags.split(), "two", where=tmp_path)
+    one, two = (losses(tmp_path, name) for name in ("one", "two"))
+    assert len(one) == 4 and two == pytest.approx(one, rel=1e-4)
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["zero_stage"] == 2
 
 
 HELP = """
