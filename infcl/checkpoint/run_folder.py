@@ -12,7 +12,6 @@ LOGS/NAME/
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
+from infcl.config.disk import write_atomic
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
@@ -289,32 +289,6 @@ def _is_alive(there: dict) -> bool:
         return abs(process.create_time() - there["created"]) < 2 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a text file atomically. Readers, and the disk after a power cut, have the full old or new text."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk: files that were created, renamed or removed there.
-
-    File systems that cannot do this (some FUSE and SMB) are skipped.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def describe_environment(parallel: Parallel) -> dict:

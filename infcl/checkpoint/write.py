@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from infcl.checkpoint.load import checkpoint_step, complete_checkpoints
 from infcl.checkpoint.manifest import FORMAT, MANIFEST, sealed
-from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, sync_folder, why_not_written, write_atomic
+from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, why_not_written
+from infcl.config.disk import sync_folder, write_atomic
 from infcl.engine.engine import Engine
 from infcl.parallel import Parallel, from_first_rank, rank_and_host
 

@@ -3,10 +3,11 @@
 global_batch_size = dp_size * num_micro_batches * micro_batch_size
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infcl.config.settings import TrainConfig
+from infcl.config.words import counted
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,6 @@ class BatchPlan:
             f"{counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} (--accum-freq) x "
             f"{self.micro_batch_size} (--batch-size)"
         )
-
-
-def counted(number: int, one: str, more: str | None = None) -> str:
-    """Return a count with its noun: "1 rank", "2,000 ranks". `more` is an irregular plural of `one`."""
-    return f"{number:,} {one if number == 1 else more or f'{one}s'}"
-
-
-def aligned(rows: Iterable[tuple[str, str | None]]) -> str:
-    """Return (name, value) rows as lines with the values in one column; skip rows whose value is None."""
-    known = [(name, value) for name, value in rows if value is not None]
-    width = max((len(name) for name, _ in known), default=0)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in known)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

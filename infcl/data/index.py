@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infcl.data.storage import ShardFault, ShardFile, is_remote, open_regular, open_shard, retry, write_atomic
+from infcl.config.disk import write_atomic
+from infcl.data.storage import ShardFault, ShardFile, is_remote, open_regular, open_shard, retry
 from infcl.data.tar import tar_members
 
 COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")

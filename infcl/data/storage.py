@@ -25,7 +25,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from pathlib import Path
 from typing import IO, TextIO, TypeVar
 from urllib.parse import urljoin
 
@@ -382,14 +381,3 @@ def open_lines(path: str | os.PathLike, *, encoding: str = "utf-8", errors: str 
         raise ValueError(str(fault)) from fault
     except OSError as error:
         raise ValueError(f"{os.fspath(path)}: {error.strerror}") from error
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file so that no reader sees a part of it. Raises OSError and leaves no partial file if that fails."""
-    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # random: nodes may share the folder
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()

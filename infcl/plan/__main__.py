@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from infcl.config import OneLineParser, RunSpec, TrainConfig, counted, parse_args, resolve
+from infcl.config import OneLineParser, RunSpec, TrainConfig, counted, parse_args, resolve, shown_bytes
 from infcl.models import CLIP
 from infcl.models.config import CLIPConfig, check_divides, load_model_config
 from infcl.models.packing import why_unpackable
@@ -127,14 +127,14 @@ def describe(setting: Setting, spec: RunSpec) -> str:
         f"{'two-level' if setting.two_level else 'flat'} ring",
         "",
         "memory per GPU",
-        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in memory.items()),
-        f"  {'usable':<22}{setting.gpu.usable_bytes / 2**30:>9.2f} GiB: "
+        *(f"  {name:<22}{shown_bytes(size):>11}" for name, size in memory.items()),
+        f"  {'usable':<22}{shown_bytes(setting.gpu.usable_bytes):>11}: "
         + ("it fits" if fits_gpu(setting) else "it does NOT fit"),
         "",
         "host memory per GPU",
-        *(f"  {name:<22}{size / 2**30:>9.2f} GiB" for name, size in host_parts(setting).items()),
+        *(f"  {name:<22}{shown_bytes(size):>11}" for name, size in host_parts(setting).items()),
         f"  {'a host, ' + counted(setting.ranks_of_host, 'GPU'):<22}"
-        f"{host_bytes(setting, setting.ranks_of_host) / 2**30:>9.2f} GiB",
+        f"{shown_bytes(host_bytes(setting, setting.ranks_of_host)):>11}",
         "",
         f"{'a step':<24}{'seconds':>9}{'exposed':>10}",
         *(

@@ -8,7 +8,7 @@ import dataclasses
 from bisect import bisect_left
 from typing import Any
 
-from infcl.config import RunSpec, counted
+from infcl.config import RunSpec, counted, shown_bytes
 from infcl.config.preset import shipped_preset
 from infcl.models.config import CLIPConfig
 from infcl.plan.memory import HEADROOM, host_bytes, host_parts, memory_of, reserved_bytes
@@ -54,18 +54,18 @@ class Fit:
             return
         parts = self.parts(self.spec)
         if parts["peak"] > self.capacity:
-            raise self._error(parts, f"{_gib(parts['peak'])} per rank", self.capacity, self._suggestion())
+            raise self._error(parts, f"{shown_bytes(parts['peak'])} per rank", self.capacity, self._suggestion())
         setting = self.setting(self.spec)
         needed = host_bytes(setting, self.ranks_of_host)
         if self.spec.device != "cpu" and needed > self.host:
-            where = f"{_gib(needed)} of host memory for {counted(self.ranks_of_host, 'rank')}"
+            where = f"{shown_bytes(needed)} of host memory for {counted(self.ranks_of_host, 'rank')}"
             raise self._error(host_parts(setting), where, self.host, _LESS_HOST_MEMORY)
 
     def _error(self, parts: dict[str, float], needed: str, available: float, suggestion: str) -> ValueError:
         largest = sorted(((size, name) for name, size in parts.items() if name != "peak"), reverse=True)[:3]
-        named = ", ".join(f"{name} {_gib(size)}" for size, name in largest)
+        named = ", ".join(f"{name} {shown_bytes(size)}" for size, name in largest)
         return ValueError(
-            f"{self.spec.flags.model} needs {needed}, {_gib(available)} is available ({named}). "
+            f"{self.spec.flags.model} needs {needed}, {shown_bytes(available)} is available ({named}). "
             f"{suggestion} or --skip-memory-check."
         )
 
@@ -104,12 +104,8 @@ class Fit:
                         in_preset = any(spec.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
                         flags += ["--deepspeed_config zero3"]
                         flags += [f"--precision {spec.precision}"] if in_preset else []
-                    return f"Try {' '.join(flags)} ({_gib(peak)})"
+                    return f"Try {' '.join(flags)} ({shown_bytes(peak)})"
         return "No micro-batch size, checkpointing or ZeRO stage fits: use more GPUs, offloading"
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
 
 
 def fits_gpu(setting: Setting) -> bool:

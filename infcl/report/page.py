@@ -11,7 +11,7 @@ from statistics import mean, median
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from infcl.config import TrainConfig, counted, option_of
+from infcl.config import TrainConfig, counted, option_of, shown_seconds
 from infcl.report.charts import evaluation_charts, train_charts
 from infcl.report.drawing import draw_svg
 from infcl.report.gallery import retrieval_gallery
@@ -76,7 +76,7 @@ def headline(run: Run) -> dict[str, str]:
     peak = summary.get("peak_memory_mb") or max(record.get("peak_memory_mb", 0) for record in run.train)
     rows["peak memory per rank"] = f"{peak:,.0f} MiB"
     if run.summary:
-        rows["training time"] = _duration(summary["train_seconds"])
+        rows["training time"] = shown_seconds(summary["train_seconds"])
         for label, group in (("samples skipped", "skipped/"), ("samples left out by the index", "index/")):
             rows[label] = f"{sum(n for name, n in summary['data'].items() if name.startswith(group)):,}"
     rows["steps skipped"] = f"{run.last.get('skipped_steps', 0):,.0f}"
@@ -142,10 +142,3 @@ def _median(run: Run, key: str) -> float:
 
 def _value(value: object) -> str:
     return value if isinstance(value, str) else "–" if value is None else json.dumps(value)
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    if hours:
-        return f"{hours} h {rest // 60} min"
-    return f"{rest // 60} min {rest % 60} s" if rest >= 60 else f"{rest} s"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from infcl.config import BatchPlan, TrainConfig, aligned, counted
+from infcl.config import BatchPlan, TrainConfig, aligned, counted, shown_bytes
 from infcl.config.preset import stage_over
 from infcl.engine.parameter_groups import checkpoint_bytes
 from infcl.engine.schedule import Schedule
@@ -86,8 +86,9 @@ def _host_table(run: Setting, config: TrainConfig, ranks: int, *, free: float | 
     where = ", in the same memory as the above" if run.on_cpu else ""
     return [
         f"  host memory per rank{where}, estimated",
-        *(f"  {part:<{width}}{_size(n):>11}{pixels if part == 'pixels' else ''}" for part, n in parts.items()),
-        f"  {_size(host_bytes(planned, ranks))} for {counted(ranks, 'rank')} of {_size(host_memory_bytes())} a host, "
+        *(f"  {part:<{width}}{shown_bytes(n):>11}{pixels if part == 'pixels' else ''}" for part, n in parts.items()),
+        f"  {shown_bytes(host_bytes(planned, ranks))} for {counted(ranks, 'rank')} of "
+        f"{shown_bytes(host_memory_bytes())} a host, "
         "in addition to programs and what the loader reads ahead",
     ]
 
@@ -117,7 +118,7 @@ def _data_line(config: TrainConfig, loader) -> str:
     shards = expand_shards(config.train_data, allow_pipe=config.allow_pipe_urls)
     found = {name.removeprefix("index/"): n for name, n in loader.report().items() if name.startswith("index/") and n}
     left_out = ", ".join(f"{n:,} {name}" for name, n in sorted(found.items())) or "none"
-    size = _size(sum(Path(path).stat().st_size for path in shards if Path(path).is_file()))
+    size = shown_bytes(sum(Path(path).stat().st_size for path in shards if Path(path).is_file()))
     usable = f"{counted(len(shards), 'shard')}, {size}, {loader.num_samples:,} usable samples"
     return f"{usable}; left out by the index: {left_out}"
 
@@ -145,7 +146,7 @@ def _checkpoint_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) ->
     parameters, trainable = (sum(column) for column in zip(*counts.values()))
     when = [_epochs(config.save_frequency)] if config.save_frequency else []
     when += [f"every {config.save_every_n_steps} steps"] if config.save_every_n_steps else []
-    size, export = _size(checkpoint_bytes(config, parameters, trainable)), _size(4 * parameters)
+    size, export = shown_bytes(checkpoint_bytes(config, parameters, trainable)), shown_bytes(4 * parameters)
     return f"{', '.join([*when, 'at the end'])}; about {size} each; the export {export}"
 
 
@@ -169,7 +170,7 @@ def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -
     heads = "".join(f"{f'ZeRO-{s}' + ('*' if s == stage else ' '):>12}" for s in stages)
     lines = ["  device memory per rank, estimated (* this run)", f"  {'':<{width}}{heads}"]
     for part, column in plan.items():
-        lines.append(f"  {part:<{width}}" + "".join(f"{_size(column[s]):>11} " for s in stages))
+        lines.append(f"  {part:<{width}}" + "".join(f"{shown_bytes(column[s]):>11} " for s in stages))
     return lines
 
 
@@ -178,10 +179,3 @@ def _flops(count: float) -> str:
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
     return f"{count / 1e6:,.2f} MFLOP"
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.{1 if count < 100 * scale else 0}f} {unit}"
-    return f"{count:.0f} B"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
-from infcl.config import TrainConfig, aligned
+from infcl.config import TrainConfig, aligned, shown_seconds
 from infcl.report.records import read_records
 from infcl.train.observers import Step
 
@@ -217,7 +217,7 @@ class Console:
             seconds, waits = (sum(column) / len(self.recent) for column in zip(*self.recent))
             left = seconds * (self.total_steps - step)
             left += sum(n * self.evaluation_seconds.get(name, 0.0) for name, n in self.evaluations_left(step).items())
-            parts += [f"data wait {waits:.0%}", f"left {clock(left)}"]
+            parts += [f"data wait {waits:.0%}", f"left {shown_seconds(left)}"]
         if self.progress is not None:
             self.progress.start()
             self.progress.update(self.task, completed=step, text="  ".join(parts))
@@ -242,9 +242,3 @@ class Console:
     def close(self) -> None:
         if self.progress is not None:
             self.progress.stop()
-
-
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written, write_atomic
+from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written
 from infcl.config import TrainConfig
+from infcl.config.disk import write_atomic
 from infcl.convert.export import export_model
 from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models.config import CLIPConfig, load_any_config

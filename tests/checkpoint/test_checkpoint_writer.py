@@ -1,6 +1,7 @@
 """Storage that is gone or loses power, when a checkpoint is written."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -68,7 +69,7 @@ def order_on_the_disk(rank, world_size, folder) -> list[str]:
     fsync, replace, rename, rmtree = os.fsync, os.replace, os.rename, shutil.rmtree
 
     def name(path) -> str:
-        return str(Path(path).relative_to(run.root))
+        return re.sub(r"\.[0-9a-f]{8}\.tmp$", ".tmp", str(Path(path).relative_to(run.root)))
 
     def record(what, call, named, *arguments, **options):
         done.append(" ".join([what, *map(name, named)]))

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from infcl.config.disk import write_atomic
 from infcl.data.captions import decode_captions
 from infcl.data.plan import EpochPlan
 from infcl.data.records import BadSample, ShardReader
-from infcl.data.storage import write_atomic
 from infcl.data.table import TableReader
 from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, canonicalise, repair
 
