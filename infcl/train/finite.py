@@ -79,9 +79,7 @@ class Skips:
             checkpoints.publish()
             raise Diverged(f"the last loss is {step.loss}: nothing is exported; {checkpoints.hint}. {shown}")
         if self.in_a_row > MAX_SKIPPED:
-            checkpoints.publish()
-            if (checkpoints.begun_step or 0) <= step.number - self.in_a_row:
-                self.saves.finish()
+            self.saves.finish(unless_after=step.number - self.in_a_row)
             raise Diverged(
                 f"{self.in_a_row} steps in a row had gradients that are not finite, more than {MAX_SKIPPED}; "
                 f"{checkpoints.hint}. Step {step.number}:\n  {shown}"

@@ -48,6 +48,7 @@ class Saves:
 
     Args:
         config: the flags.
+        steps_per_epoch: steps of an epoch.
         parallel: the ranks.
         checkpoints: writes the checkpoints.
         signals: signals received by this process.
@@ -58,13 +59,15 @@ class Saves:
     def __init__(
         self,
         config: TrainConfig,
+        steps_per_epoch: int,
         parallel: Parallel,
         *,
         checkpoints: CheckpointWriter,
         signals: "StopSignals",
         state: Callable[[], dict],
     ):
-        self.every, self.parallel, self.state = config.save_every_n_steps, parallel, state
+        self.every = [n for n in (config.save_every_n_steps, config.save_frequency * steps_per_epoch) if n]  # steps
+        self.parallel, self.state = parallel, state
         self.checkpoints, self.signals = checkpoints, signals
 
     def begin(self) -> None:
@@ -73,10 +76,35 @@ class Saves:
         if state["step"] != self.checkpoints.begun_step:
             self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
 
-    def finish(self) -> Path | None:
-        """Write a checkpoint of this step; None if it exists already or cannot be written."""
+    def finish(self, *, unless_after: int | None = None) -> Path | None:
+        """Complete the checkpoint that has begun, and write one of this step if there is none yet.
+
+        Args:
+            unless_after: not if a checkpoint of a later step than this has begun.
+
+        Returns:
+            The checkpoint of this step; None if it existed already or cannot be written.
+        """
+        if unless_after is not None:
+            self.checkpoints.publish()
+            if (self.checkpoints.begun_step or 0) > unless_after:
+                return None
         self.begin()
         return self.checkpoints.publish()
+
+    def end(self) -> int:
+        """Write the checkpoint of the last step, in two attempts. Return the signal that any rank has received, or 0.
+
+        Raises:
+            Stopped: after the checkpoint, if there is a signal: the next start evaluates and exports. Without the
+                checkpoint this start does.
+        """
+        if self.finish() is None:
+            self.finish()
+        number = self.told_to_end()
+        if number and self.checkpoints.begun_step == self.state()["step"]:
+            raise Stopped(number)
+        return number
 
     def told_to_end(self) -> int:
         """Return the number of a signal that any rank has received, or 0. Waits for slow ranks."""
@@ -93,7 +121,7 @@ class Saves:
         """
         own = [self.signals.received, self.checkpoints.busy]
         number, someone_writes = max_over(dist.group.WORLD, own, self.parallel.device)
-        due = number or (self.every and step.number % self.every == 0)
+        due = number or (not step.is_last and any(step.number % every == 0 for every in self.every))
         if self.checkpoints.pending and (due or not someone_writes):  # before the next one begins, to know if it failed
             self.checkpoints.publish()
         failed = self.checkpoints.failed_in_a_row

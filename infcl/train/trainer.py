@@ -52,7 +52,7 @@ from infcl.train.metrics import MetricsWriter
 from infcl.train.observers import Collapse, Observer, Step, StepProfiler, Stragglers
 from infcl.train.resident import resident_micro_batches
 from infcl.train.results import oddities, sum_reports, write_results
-from infcl.train.saves import Saves, Stopped, StopSignals
+from infcl.train.saves import Saves, StopSignals
 
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
@@ -126,7 +126,10 @@ class Trainer:
             self.engine, self.run, self.parallel, keep_last=config.keep_checkpoints,
         )  # fmt: skip
         self.signals = StopSignals(noted)
-        self.saves = Saves(config, self.parallel, checkpoints=self.checkpoints, signals=self.signals, state=self._state)
+        self.saves = Saves(
+            config, self.loader.steps_per_epoch, self.parallel,
+            checkpoints=self.checkpoints, signals=self.signals, state=self._state,
+        )  # fmt: skip
         self.skips = Skips(
             self.engine, self.parallel, self.saves, lambda text: self.metrics.say(text),
         )  # fmt: skip
@@ -176,17 +179,13 @@ class Trainer:
             self._train()
             if news := self.profiler.close():
                 self.metrics.say(news)
-            if self.saves.finish() is None:
-                self.saves.finish()  # try again if the checkpoint could not be written
-            signal = self.saves.told_to_end()
-            if signal and self.checkpoints.begun_step == self.step:  # the next start evaluates and exports
-                raise Stopped(signal)  # without a checkpoint, this start exports instead
+            signal = self.saves.end()
         if not signal:
             self.signals.act_on_late()
         return self._finish()
 
     def _train(self) -> None:
-        config, steps_per_epoch = self.config, self.loader.steps_per_epoch
+        steps_per_epoch = self.loader.steps_per_epoch
         if self.step < self.total_steps and self.checkpoints.newest and self.step % steps_per_epoch == 0:
             done = from_first_rank(lambda: self.metrics.evaluated_at(self.step))
             self._evaluate(self.step // steps_per_epoch, done)  # the run ended between checkpoint and evaluation
@@ -204,11 +203,8 @@ class Trainer:
                     if step.is_last:
                         break
                     self.timer.mark("data")
-            epochs_done = self.step // steps_per_epoch
             if self.step < self.total_steps:
-                if config.save_frequency and epochs_done % config.save_frequency == 0:
-                    self.saves.begin()
-                self._evaluate(epochs_done)
+                self._evaluate(self.step // steps_per_epoch)
 
     def train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> Step:
         """Train one step on the M micro-batches that the loader yields, and on those that it reads a second time."""
