@@ -187,7 +187,6 @@ class RunFolder:
         there, now = self.flags(), json.loads(config.to_json())
         if not there:
             return ["config.json there is damaged"]  # a resume does not need it
-        there = json.loads(TrainConfig().to_json()) | there  # older runs lack newer flags
         if dp_size is not None:
             # Without a readable environment.json, or with values that are no batch, the flags are compared.
             with contextlib.suppress(OSError, KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration):
@@ -197,7 +196,7 @@ class RunFolder:
                 runs_now = BatchPlan.of(config, dp_size)
                 there["accum_freq"], now["accum_freq"] = runs_there.num_micro_batches, runs_now.num_micro_batches
         names = sorted(set(now) - _MAY_DIFFER)
-        return [f"{n} {there[n]} there, {now[n]} now" for n in names if there[n] != now[n]]
+        return [f"{n} {there.get(n)} there, {now[n]} now" for n in names if there.get(n) != now[n]]
 
     def require_shared(self) -> None:
         """Wait up to 15 s until every rank sees what rank 0 wrote. Collective.

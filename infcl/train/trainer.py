@@ -415,7 +415,7 @@ class Trainer:
         state = load_checkpoint(self.engine, checkpoint)
         self.loader.load_state_dict(state["loader"])
         self.step, self.skips.total = state["step"], state["skipped_steps"]
-        self.skips.in_a_row = state.get("skipped_in_a_row", 0)  # 0.1.0 did not store it
+        self.skips.in_a_row = state["skipped_in_a_row"]
         position = state["loader"]["epoch"], state["loader"]["step"]
         if position != divmod(self.step, self.loader.steps_per_epoch):
             raise ValueError(

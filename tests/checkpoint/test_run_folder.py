@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from infcl.checkpoint.run_folder import RunFolder
-from infcl.config import TrainConfig
 from infcl.report.records import read_run
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses, said
@@ -165,13 +164,3 @@ def test_what_is_not_the_file_or_folder_of_its_name_is_a_usage_error(tmp_path, n
         RunFolder(tmp_path).require_kinds()
     with pytest.raises(ValueError, match="not a run folder"):
         read_run(tmp_path)
-
-
-def test_a_run_of_before_a_flag_existed_was_started_with_its_default(tmp_path):
-    config, run = TrainConfig(lr=1e-3), RunFolder(tmp_path)
-    flags = json.loads(config.to_json())
-    del flags["captions_per_image"]
-    (tmp_path / "config.json").write_text(json.dumps(flags | {"a_flag_that_is_gone": 1}))
-    assert run.other_flags(config) == []
-    two = dataclasses.replace(config, captions_per_image=2)
-    assert run.other_flags(two) == ["captions_per_image 1 there, 2 now"]

@@ -14,6 +14,7 @@ def trainer_state_of(step: int) -> dict:
         "step": step,
         "samples_seen": 64 * step,
         "skipped_steps": 0,
+        "skipped_in_a_row": 0,
         "train_seconds": 1.5 * step,
         "loader": {"epoch": 0, "step": step},
     }
