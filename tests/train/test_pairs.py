@@ -14,7 +14,7 @@ from tests.lib.training import demo_config, new_trainer
 CASES = {
     "mask by key": {"duplicates": "mask:key:group"},
     "siglip": {"duplicates": "mask", "loss": "siglip"},
-    "negatives by caption": {"duplicates": "mask", "duplicates_by": "caption", "negatives_key": "hard"},
+    "negatives by caption": {"duplicates": "mask:caption", "negatives_key": "hard"},
     "all": {"captions_per_image": 3, "negatives_key": "hard", "duplicates": "positive", "pack_captions": "on"},
 }
 
