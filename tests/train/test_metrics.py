@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from infcl.checkpoint.run_folder import RunFolder
-from infcl.config import TrainConfig
+from infcl.config import TrainConfig, shown_seconds
 from infcl.report.records import read_records
 from infcl.train.diagnostics import PhaseTimer
-from infcl.train.metrics import Console, MetricsWriter, TensorBoardSink, clock
+from infcl.train.metrics import Console, MetricsWriter, TensorBoardSink
 from infcl.train.observers import WARM_UP_STEPS, StepProfiler
 from infcl.train.trainer import Trainer
 from tests.lib.ranks import run_ranks
@@ -153,7 +153,7 @@ def test_without_a_terminal_the_first_steps_every_nth_and_the_last_have_a_line(c
     for shown in ("loss 1.5000", "1,000 samples/s", "MFU 40.0%", "data wait 25%", "left 0:00", "lr 1.00e-03"):
         assert shown in lines[3]
     assert "loss nan" in lines[4] and "scale nan" in lines[4]
-    assert [clock(seconds) for seconds in (59, 61, 7325)] == ["0:59", "1:01", "2:02:05"]
+    assert [shown_seconds(seconds) for seconds in (59, 61, 7325)] == ["0:59", "1:01", "2:02:05"]
 
 
 def test_the_time_left_counts_the_evaluations_and_does_not_jump_after_one(capsys, monkeypatch):
