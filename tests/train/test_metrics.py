@@ -169,7 +169,7 @@ def test_the_time_left_counts_the_evaluations_and_does_not_jump_after_one(capsys
             console.evaluated("retrieval", 30.0)
     left = re.findall(r"left ([\d:]+)", capsys.readouterr().out)  # of the steps from the second on
     assert left[:4] == ["0:18", "0:17", "0:16", "0:15"], "no evaluation has run yet"
-    assert left[4:] == [clock((20 - step) + 30 * (4 - (step - 1) // 5)) for step in range(6, 21)]
+    assert left[4:] == [shown_seconds((20 - step) + 30 * (4 - (step - 1) // 5)) for step in range(6, 21)]
 
 
 @pytest.mark.parametrize(
