@@ -182,7 +182,7 @@ class Study:
         command += ["--batch-size", micro, "--accum-freq", batch // micro]
         command += ["--steps", steps, "--warmup", max(1, round(run["warmup"] * steps)), "--lr", run["lr"]]
         command += ["--loss", run["loss"], "--seed", run["seed"], "--workers", self.workers]
-        command += ["--duplicates", run["treatment"], "--duplicates-by", "caption"]
+        command += ["--duplicates", f"{run['treatment']}:caption"]
         command += ["--logs", str(self.args.logs), "--name", name, "--resume", "latest"]
         command += ["--device", "cuda" if self.args.gpus else "cpu", "--log-every-n-steps", max(1, steps // 20)]
         command += ["--pretrained", str(self.args.logs / run["start"]["name"])] if run["start"] else []

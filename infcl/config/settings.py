@@ -63,8 +63,8 @@ class TrainConfig:
     )
     dataset_type: str = _data(
         "auto",
-        "format of --train-data; auto: csv for .csv, .tsv and .jsonl files, else webdataset; streaming: shards read front to "
-        "back (pipe: URLs), without exact order and resume",
+        "format of --train-data; auto: csv for .csv, .tsv and .jsonl files, else webdataset; streaming: shards read "
+        "front to back (pipe: URLs), without exact order and resume",
         choices=("webdataset", "streaming", "csv", "synthetic", "auto"),
     )
     train_data_upsampling_factors: str | None = _data(
