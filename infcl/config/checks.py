@@ -156,7 +156,8 @@ def _check_loss(config: TrainConfig) -> None:
     count = config.captions_per_image
     if not re.fullmatch("(negative|mask|positive)(:(image|caption|key:.+))?", config.duplicates):
         raise ValueError(
-            f"--duplicates {config.duplicates}: give negative, mask or positive, also with :image, :caption or :key:NAME"
+            f"--duplicates {config.duplicates}: give negative, mask or positive, also with :image, :caption or "
+            ":key:NAME"
         )
     treatment, by = config.duplicates_and_by
     if treatment != "negative" and config.loss not in ("inf_cl", "siglip"):
