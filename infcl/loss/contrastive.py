@@ -8,6 +8,8 @@ In: image and text features [b, D] of this rank, scale (and bias). Out: a float3
 its gradients over the group is the gradient of the global mean loss.
 """
 
+import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -29,6 +31,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 LOSSES = tuple(_LOSSES)
 TILED = ("inf_cl", "siglip")  # the others store the logits
+_REPAIRED_BELOW = (96 + 76) * math.log(2)  # the bound on the logits minus a row's largest (kernels/triton_forward)
 
 
 class ContrastiveLoss(nn.Module):
@@ -43,8 +46,8 @@ class ContrastiveLoss(nn.Module):
         captions: captions per image, for text features [t b, D] (infcl/loss/captions.py); None for text features
             [b, D]. inf_cl only.
         fixed_shape: all calls have features of one shape, as in training. The ranks compare their shapes in the first
-            call only, because the comparison makes the host wait for the GPU. If one rank's shape changes later, only
-            that rank raises ValueError, before it sends anything; its process must then exit.
+            call only, because the comparison makes the host wait for the GPU. If one rank's shape or requires_grad
+            changes later, only that rank raises ValueError, before it sends anything; its process must then exit.
         **options: fields of infcl.RingOptions. The dense losses ignore them: they compute in the features' dtype.
 
     Raises:
@@ -73,7 +76,7 @@ class ContrastiveLoss(nn.Module):
         RingOptions(**options)  # raises TypeError for an unknown option
         self.name, self.group, self.duplicates, self.captions = name, group, duplicates, captions
         self.fixed_shape, self.options = fixed_shape, options if name in TILED else {}
-        self._agreed: torch.Size | None = None  # shape of the image features, once the ranks have compared it
+        self._agreed: dict[str, tuple] = {}  # what the ranks have compared
 
     def forward(
         self,
@@ -106,21 +109,41 @@ class ContrastiveLoss(nn.Module):
             options.pop("text_ids", None)
         if self.name == "siglip":
             options["logit_bias"] = 0.0 if logit_bias is None else logit_bias
+        own: dict[str, tuple] = {"shape": tuple(image_features.shape)}
+        if torch.is_grad_enabled():
+            own["requires_grad"] = image_features.requires_grad, text_features.requires_grad
         if self.fixed_shape:
-            options["compare_ranks"] = self._agreed is None
-            self._require_agreed(image_features.shape)
+            self._require_agreed(own)
+            options["compare_ranks"] = not own.keys() <= self._agreed.keys()
         with torch.autocast(image_features.device.type, enabled=False):
             loss = function(image_features, text_features, logit_scale, **options)
-        self._agreed = image_features.shape
+        if not self._agreed and self.name == "inf_cl":
+            _warn_of_long_features(image_features, text_features, logit_scale)
+        self._agreed |= own
         return {"contrastive_loss": loss} if output_dict else loss
 
-    def _require_agreed(self, shape: torch.Size) -> None:
-        if self._agreed not in (None, shape):
-            rank = 0 if self.group is None else dist.get_rank(self.group)
-            raise ValueError(
-                f"{self.name}: rank {rank} has features of shape {tuple(shape)}, all ranks had {tuple(self._agreed)} "
-                "in the first call; with fixed_shape=True every call needs as many samples"
-            )
+    def _require_agreed(self, own: dict[str, tuple]) -> None:
+        for what, value in own.items():
+            if self._agreed.get(what, value) != value:
+                rank = 0 if self.group is None else dist.get_rank(self.group)
+                raise ValueError(
+                    f"{self.name}: rank {rank} has features of {what} {value}, all ranks had {self._agreed[what]} in "
+                    "the first call; with fixed_shape=True every call needs as many samples and the same towers trained"
+                )
+
+
+def _warn_of_long_features(images: Tensor, texts: Tensor, scale: Tensor | float) -> None:
+    """Warn if a few long rows make the Triton forward compute all other rows a second time (triton_forward._repair)."""
+    with torch.no_grad():
+        norms = [torch.linalg.vector_norm(side, dim=1, dtype=torch.float32) for side in (images, texts)]
+        longest, typical = (math.prod(float(of(side)) for side in norms) for of in (torch.max, torch.median))
+        scale = float(scale)
+    if scale * (longest - typical) > _REPAIRED_BELOW:
+        warnings.warn(
+            f"inf_cl: the largest feature norms have the product {longest:.3g}, typical ones {typical:.3g}. At scale "
+            f"{scale:.3g} most rows take a slower, exact path on a GPU. Normalise the features to unit length.",
+            stacklevel=3,
+        )
 
 
 class InfCLLoss(ContrastiveLoss):

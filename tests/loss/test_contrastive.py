@@ -1,5 +1,6 @@
 """All losses by name: same call, same averages, on any process group."""
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -51,7 +52,7 @@ def counted_comparisons():
 
 
 def _fixed_shape(rank, world_size, name):
-    """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what a later shape says)"""
+    """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what later changes say)"""
     with counted_comparisons() as compared:
         fixed = ContrastiveLoss(name, group=dist.group.WORLD, fixed_shape=True)
         unequal = rejected(fixed, *features("random", 4 + rank, 24), 10.0, -3.0)
@@ -59,11 +60,15 @@ def _fixed_shape(rank, world_size, name):
         losses = []
         for seed in range(3):
             pairs = features("random", 5, 24, seed=world_size * seed + rank)
-            losses.append(
-                [loss(*pairs, 10.0, -3.0).item() for loss in (fixed, ContrastiveLoss(name, group=dist.group.WORLD))]
-            )
+            with torch.no_grad():
+                losses.append(
+                    [loss(*pairs, 10.0, -3.0).item() for loss in (fixed, ContrastiveLoss(name, group=dist.group.WORLD))]
+                )
         own = compared.call_count - 3  # without those of the loss that always compares
-        later = rejected(fixed, *features("random", 6, 24), 10.0, -3.0) if rank == 1 else None
+        images, texts = (side.requires_grad_() for side in features("random", 5, 24))
+        fixed(images, texts, 10.0, -3.0)  # requires_grad is compared in the first call with gradients
+        others = features("random", 6, 24), (images, texts.detach())
+        later = [rejected(fixed, *other, 10.0, -3.0) for other in others] if rank == 1 else None
         return unequal, losses, own, later
 
 
@@ -73,7 +78,23 @@ def test_a_fixed_shape_is_compared_once_and_a_change_is_rejected_with_the_number
     for unequal, losses, compared, _ in results:
         assert "[4, 5]" in unequal
         assert all(got == expected for got, expected in losses) and compared == 1
-    assert "rank 1 has features of shape (6, 24), all ranks had (5, 24)" in results[1][-1]
+    shape, requires_grad = results[1][-1]
+    assert "rank 1 has features of shape (6, 24), all ranks had (5, 24)" in shape
+    assert "rank 1 has features of requires_grad (True, False), all ranks had (True, True)" in requires_grad
+
+
+def test_features_of_one_huge_norm_are_reported_once_and_normalised_ones_not():
+    images, texts = features("random", 70, 24)
+    longest = images.clone()
+    longest[3] *= 10
+    for side, expected in ((images, 0), (longest, 1)):
+        loss = ContrastiveLoss("inf_cl")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss(side, texts, 100.0)
+        messages = [str(warning.message) for warning in caught if "norms" in str(warning.message)]
+        assert len(messages) == expected and all("product 10, typical ones 1." in message for message in messages)
 
 
 def _comparisons(rank, world_size):
