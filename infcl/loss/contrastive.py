@@ -135,7 +135,8 @@ class ContrastiveLoss(nn.Module):
 def _warn_of_long_features(images: Tensor, texts: Tensor, scale: Tensor | float) -> None:
     """Warn if a few long rows make the Triton forward compute all other rows a second time (triton_forward._repair)."""
     with torch.no_grad():
-        norms = [torch.linalg.vector_norm(side, dim=1, dtype=torch.float32) for side in (images, texts)]
+        wide = torch.promote_types(images.dtype, torch.float32)
+        norms = [torch.linalg.vector_norm(side, dim=1, dtype=wide) for side in (images, texts)]
         longest, typical = (math.prod(float(of(side)) for side in norms) for of in (torch.max, torch.median))
         scale = float(scale)
     if scale * (longest - typical) > _REPAIRED_BELOW:
