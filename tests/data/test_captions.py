@@ -65,17 +65,16 @@ def test_training_evaluation_and_tokenizer_use_the_same_captions_of_a_text_of_se
         data.write_text(f'filepath\ttitle\n0.png\t"{text}"\n')
     else:
         write_tar(data, [("0.png", encode(picture(0))), ("0.txt", text.encode())])
-    config = DataConfig(str(data), dataset_type="csv" if kind == "csv" else "webdataset")
+    training = DataConfig(str(data), dataset_type="csv" if kind == "csv" else "webdataset")
     share = Share(micro_batch_size=1, num_micro_batches=1, rank=0, world_size=1)
-    assert list(captions_of(_collection(config, share), 9)) == [text]
+    assert list(captions_of(_collection(training, share), 9)) == [text]
     for captions, wanted in (("one", [text]), ("lines", text.splitlines())):
         texts = SampleTexts(lines=captions == "lines")
-        loader = small_loader(str(data), tokenizer, dataset_type=config.dataset_type, texts=texts)
+        loader = small_loader(str(data), tokenizer, dataset_type=training.dataset_type, texts=texts)
         drawn = {tuple(batch["texts"][0].tolist()) for _ in range(20) for batch in epoch(loader)}
         assert drawn == {tuple(row) for row in tokenizer(wanted).tolist()}
-        task = RetrievalTask(
-            EvalConfig(data=str(data), image_size=8), captions=captions, tokenizer=tokenizer, batch_size=1
-        )
+        config = EvalConfig(data=str(data), image_size=8, captions=captions)
+        task = RetrievalTask(config, tokenizer=tokenizer, batch_size=1)
         assert [task.target(sample) for sample in task.source()] == [wanted]
 
 
