@@ -86,7 +86,7 @@ def test_the_page_shows_curves_evaluation_data_and_settings_and_loads_nothing(ru
         "Logit scale", "text tower",
         "Learning rate", "Samples per second", "Peak memory", "Recall@1", "Zero-shot accuracy",
         "R@1 50.0%", "top-1 75.0%", "validation", "replay 10.0 ms (20%)", "broken image", "left out by the index",
-        "512 MiB", "1 min 15 s", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
+        "512 MiB", "1:15", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
         "samples seen</text>", "caption tokens encoded", "37.5%", "Loss against training time",
         "seconds of training</text>", "2 ranks, &lt;GPU &amp; co&gt;",
         "prefers-color-scheme: dark", "max-width: 560px",
