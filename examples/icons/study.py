@@ -120,7 +120,7 @@ class Study:
                 finished = self._train(run, name, slot)
                 if finished:
                     self._record(run, name, slot)
-            except Exception as error:  # one run must not end the others; it is listed at the end
+            except (RuntimeError, OSError, ValueError) as error:  # other runs continue; it is listed at the end
                 self.failed[name] = f"{type(error).__name__}: {error}"
                 print(f"GPU {slot} failed {name}: {self.failed[name]}", flush=True)
             finally:
