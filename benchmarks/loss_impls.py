@@ -62,7 +62,7 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
         ours = ContrastiveLoss(loss, group=group, duplicates=duplicates, **options)
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         return lambda images, texts, scale, bias: ours(
-            images, texts, scale, bias, image_ids=_image_ids(size * len(images), images.device).chunk(size)[rank]
+            images, texts, scale, bias, ids=_image_ids(size * len(images), images.device).chunk(size)[rank]
         )
     if name == "one_tile":
         return ContrastiveLoss("inf_cl", group=group, tile="torch", workspace_bytes=2**50)

@@ -47,7 +47,7 @@ class TensorParallelLoss(nn.Module):
         logit_scale: torch.Tensor,
         logit_bias: torch.Tensor | None = None,
         *,
-        image_ids: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size, rows = dist.get_world_size(self.tp_group), {"images": len(image_features), "texts": len(text_features)}
         if not (self.inner.fixed_shape and self._compared):  # if one rank raised alone, the others would hang
@@ -62,6 +62,6 @@ class TensorParallelLoss(nn.Module):
             x if x is None else copy_to_tensor_model_parallel_region(x, group=self.tp_group)
             for x in (logit_scale, logit_bias)
         ]
-        ids = None if image_ids is None else image_ids.chunk(size)[dist.get_rank(self.tp_group)]
-        loss = self.inner(*own, *scalars, image_ids=ids)
+        ids = None if ids is None else ids.chunk(size)[dist.get_rank(self.tp_group)]
+        loss = self.inner(*own, *scalars, ids=ids)
         return reduce_from_tensor_model_parallel_region(loss, group=self.tp_group) / size

@@ -29,23 +29,21 @@ _TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
 class Groups(NamedTuple):
     """Entries of a block pair that are not plain negatives, because their row and column share an id.
 
-        same[i, j] = any(rows[k, i] == columns[k, j] for k in kinds)            # [r, c], never formed
+        same[i, j] = rows[i] == columns[j]                                      # [r, c], never formed
 
     These entries are excluded from every sum, or they are positives. For positives the softmax's dS is reduced by
-    (row_weights[i] + column_weights[j]) / 2 (loss of the rows only: by row_weights[i]); the sigmoid has the sign +1.
+    weights[i], which is also the weight of column j because their ids are equal; the sigmoid has the sign +1.
     """
 
-    rows: Tensor  # int32 [k, r], ids of one or two kinds (images, texts)
-    columns: Tensor  # int32 [k, c]
+    rows: Tensor  # int32 [r], ids
+    columns: Tensor  # int32 [c]
     positive: bool = False
-    row_weights: Tensor | None = None  # f32 or wider [r]: 1 / number of positives of the row; for the softmax's dS
-    column_weights: Tensor | None = None  # [c], the same for columns; None: the loss of the rows only
+    weights: Tensor | None = None  # f32 or wider [r]: 1 / number of positives of the row; for the softmax's dS
 
     def part(self, rows: slice, columns: slice) -> "Groups":
         """Return the groups of some rows and columns of the block pair."""
-        weights = self.row_weights, self.column_weights
-        some = [None if w is None else w[side] for w, side in zip(weights, (rows, columns))]
-        return Groups(self.rows[:, rows], self.columns[:, columns], self.positive, *some)
+        weights = None if self.weights is None else self.weights[rows]
+        return Groups(self.rows[rows], self.columns[columns], self.positive, weights)
 
 
 class Blocks(NamedTuple):
@@ -192,10 +190,7 @@ class _Chunk(NamedTuple):
 
     def sharing_an_id(self, groups: Groups) -> Tensor:
         """Return bool [height, width]: whether row and column share an id."""
-        same = torch.zeros((), dtype=torch.bool, device=self.row_features.device)
-        for row_ids, column_ids in zip(groups.rows, groups.columns):
-            same = same | (row_ids[self.rows, None] == column_ids[self.columns])
-        return same
+        return groups.rows[self.rows, None] == groups.columns[self.columns]
 
     def correct(self, d_logits: Tensor, groups: Groups) -> None:
         """Set dS to 0 at the entries of `groups`, or subtract their weights if they are positives."""
@@ -203,11 +198,8 @@ class _Chunk(NamedTuple):
         if not groups.positive:
             d_logits.masked_fill_(same, 0)
             return
-        assert groups.row_weights is not None, "positives have weights"
-        weights = groups.row_weights[self.rows, None]
-        if groups.column_weights is not None:
-            weights = (weights + groups.column_weights[self.columns]) / 2
-        d_logits -= weights * same
+        assert groups.weights is not None, "positives have weights"
+        d_logits -= groups.weights[self.rows, None] * same
 
     def accumulate(self, d_logits: Tensor, cosines: Tensor, gradients: Gradients) -> None:
         if gradients.rows is not None:

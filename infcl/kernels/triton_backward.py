@@ -101,32 +101,32 @@ def _accumulate(
     with _float32_products(blocks.tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
             row_slice = slice(i, min(i + height, len(rows)))
+            rows_desc = TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]])
             for j in range(0, len(columns), width):
                 column_slice = slice(j, min(j + width, len(columns)))
                 num_rows, num_columns = row_slice.stop - i, column_slice.stop - j
                 d_logits = workspace[:num_rows, :num_columns]
                 tiles = triton.cdiv(num_rows, launch["BLOCK_M"]) * triton.cdiv(num_columns, launch["BLOCK_N"])
                 some = None if groups is None else groups.part(row_slice, column_slice)
-                row_dues, col_dues = _dues(some, scale)
+                given = (
+                    rows_desc,
+                    TensorDescriptor.from_tensor(column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]),
+                    TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"] // (1 + halves)]),
+                    scale,
+                    shift,
+                    scale if row_lse is None else row_lse[row_slice],
+                    scale if col_lse is None else col_lse[column_slice],
+                    sums,
+                    *ids_of(some, scale),
+                    scale if some is None or some.weights is None else some.weights / count,
+                    num_rows,
+                    num_columns,
+                    i - j,
+                    processors,
+                )
                 for single in (True,) if row_lse is None else (True, False):
                     _d_logits_kernel[(min(tiles, processors),)](
-                        TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]]),
-                        TensorDescriptor.from_tensor(
-                            column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]
-                        ),
-                        TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"] // (1 + halves)]),
-                        scale,
-                        shift,
-                        scale if row_lse is None else row_lse[row_slice],
-                        scale if col_lse is None else col_lse[column_slice],
-                        sums,
-                        *ids_of(some, scale),
-                        row_dues,
-                        col_dues,
-                        num_rows,
-                        num_columns,
-                        i - j,
-                        processors,
+                        *given,
                         DIM=walked_dim(row_operand, launch),
                         MASKED=blocks.masked and i < j + width and j < i + height,
                         EDGE=num_rows % launch["BLOCK_M"] + num_columns % launch["BLOCK_N"] > 0,
@@ -134,7 +134,7 @@ def _accumulate(
                         SINGLE=single,
                         SHARED=shared_exp2(rows),
                         GAIN=count * gain,
-                        GROUPED=0 if groups is None else len(groups.rows),
+                        GROUPED=groups is not None,
                         POSITIVE=some is not None and some.positive,
                         HALVES=halves,
                         **launch,
@@ -148,27 +148,10 @@ def _accumulate(
 
 def _in_halves(sigmoid: bool, groups: Groups | None) -> bool:
     """Return whether a full tile's epilogue would spill registers (tests/kernels/test_registers.py)."""
-    return sigmoid or (groups is not None and (groups.positive or len(groups.rows) == 2))
+    return sigmoid or (groups is not None and groups.positive)
 
 
-def _dues(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what to subtract from dS at positives, by row and (for two kinds of ids) by column.
-
-    With one kind of ids, row and column of a positive have equal weights. For the loss of the rows only, the weight is
-    halved because the result is doubled.
-    """
-    if groups is None or groups.row_weights is None:
-        return placeholder, placeholder
-    if groups.column_weights is None:
-        return groups.row_weights / 2, placeholder
-    return (
-        (groups.row_weights, placeholder)
-        if len(groups.rows) == 1
-        else (groups.row_weights / 2, groups.column_weights / 2)
-    )
-
-
-@triton.jit(do_not_specialize=["row_stride", "col_stride", "num_rows", "num_columns", "offset", "programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "offset", "programs"])
 def _d_logits_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
@@ -178,12 +161,9 @@ def _d_logits_kernel(
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
     sums_ptr,  # f64 [3, programs], added to: <dS, rows @ columns.T>; if SIGMOID sums of losses (log2) and dS
-    row_ids_ptr,  # i32 [GROUPED, r], read
-    row_stride,  # elements between kinds of ids
-    col_ids_ptr,  # i32 [GROUPED, c], read
-    col_stride,
-    row_dues_ptr,  # f32 [r], read if POSITIVE unless SIGMOID: subtracted from dS at a positive
-    col_dues_ptr,  # f32 [c], read if also GROUPED is 2: subtracted too
+    row_ids_ptr,  # i32 [r], read if GROUPED
+    col_ids_ptr,  # i32 [c], read if GROUPED
+    weights_ptr,  # f32 [r], read if POSITIVE unless SIGMOID: subtracted from dS at a positive
     num_rows,
     num_columns,
     offset,  # entry (i, i + offset) is masked
@@ -195,7 +175,7 @@ def _d_logits_kernel(
     SINGLE: tl.constexpr,  # one exponential, runs if shift is not NaN; else two exponentials, runs if shift is NaN
     SHARED: tl.constexpr,  # passed to triton_exp2's functions
     GAIN: tl.constexpr,
-    GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
+    GROUPED: tl.constexpr,  # the entries whose row and column share an id are excluded
     POSITIVE: tl.constexpr,  # or, if set, are positives
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -243,19 +223,15 @@ def _d_logits_kernel(
             columns = left + tl.arange(0, WIDTH)
             if SIGMOID:
                 signed = logits * scale2 + shift * LOG2E  # in log2
-                if GROUPED > 0:
-                    same = same_ids(
-                        row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
-                    )
+                if GROUPED:
+                    same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
                     signed = tl.where(same, -signed if POSITIVE else float("-inf"), signed)
                 small = tl.exp2(-tl.abs(signed))  # in (0, 1]
                 losses = tl.maximum(signed, 0.0) + log2_1p(small)  # in log2
                 share = reciprocal(1.0 + small, SHARED)
                 d_logits = tl.where(signed >= 0, share, small * share)
                 if POSITIVE:
-                    same = same_ids(
-                        row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
-                    )
+                    same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
                     d_logits = tl.where(same, -d_logits, d_logits)
             else:
                 row_lse = tl.load(row_lse_ptr + rows, mask=rows < num_rows, other=0.0) * LOG2E
@@ -268,16 +244,11 @@ def _d_logits_kernel(
                 else:
                     d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
                     d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
-                if GROUPED > 0:
-                    same = same_ids(
-                        row_ids_ptr, row_stride, col_ids_ptr, col_stride, rows, columns, num_rows, num_columns, GROUPED
-                    )
+                if GROUPED:
+                    same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
                     if POSITIVE:
-                        due = tl.load(row_dues_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-                        if GROUPED == 2:
-                            col_due = tl.load(col_dues_ptr + columns, mask=columns < num_columns, other=0.0)
-                            due += col_due[None, :]
-                        d_logits = tl.where(same, d_logits - due, d_logits)
+                        weights = tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0)
+                        d_logits = tl.where(same, d_logits - weights[:, None], d_logits)
                     else:  # set, not multiply by 0: excluded entries are not in the LSE, so exp may have overflowed
                         d_logits = tl.where(same, 0.0, d_logits)
             if EDGE:  # logits past the edges are zero, which may be far above an LSE

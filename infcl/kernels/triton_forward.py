@@ -30,10 +30,9 @@ from infcl.kernels.triton_launch import (
     multiprocessors,
     row_splits,
     same_ids,
-    same_kind,
     walked_dim,
 )
-from infcl.kernels.triton_statistics import finish, reference, row_dots
+from infcl.kernels.triton_statistics import finish, reference, squared_norms
 
 # Block shapes and launch options by operand size in bytes.
 _LAUNCH = {
@@ -49,7 +48,7 @@ _REPAIR_LAUNCH = {
 def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Compute torch_tile.softmax_forward for rows and columns in bf16, fp16 or f32; results are f32."""
     rows, columns, scale = blocks[:3]
-    shift = reference(row_dots(rows, rows), row_dots(columns, columns), scale)
+    shift = reference(*squared_norms(rows, columns), scale)
     row_lse, col_lse = finish(*_tile_sums(blocks, shift), shift)
     _repair(blocks, row_lse, col_lse)
     return row_lse, col_lse
@@ -99,7 +98,7 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
             DIM=walked_dim(row_operand, launch),
             MASKED=blocks.masked,
             EDGE=num_columns % launch["BLOCK_N"] != 0,
-            GROUPED=0 if groups is None else len(groups.rows),
+            GROUPED=groups is not None,
             **launch,
         )
         if chunks > 1:
@@ -109,11 +108,7 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
     return row_sums.float(), col_sums
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row_stride", "col_stride", "num_rows", "num_columns", "chunk_columns", "first_block", "splits", "split_tiles"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "chunk_columns", "first_block", "splits", "split_tiles"])
 def _tile_sums_kernel(
     rows_desc,  # [r, D] operand type, read
     columns_desc,  # [c, D] operand type, read
@@ -121,10 +116,8 @@ def _tile_sums_kernel(
     reference_ptr,  # f32, read
     row_partial_ptr,  # f32 [column blocks of this launch, r], written
     col_partial_ptr,  # f32 [splits, columns of this launch], written
-    row_ids_ptr,  # i32 [GROUPED, r], read
-    row_stride,  # elements between kinds of ids
-    col_ids_ptr,  # i32 [GROUPED, c], read
-    col_stride,
+    row_ids_ptr,  # i32 [r], read if GROUPED
+    col_ids_ptr,  # i32 [c], read if GROUPED
     num_rows,
     num_columns,
     chunk_columns,  # stride of the columns' partial sums
@@ -134,7 +127,7 @@ def _tile_sums_kernel(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,  # exclude the entries (i, i)
     EDGE: tl.constexpr,  # the last column block is partial
-    GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
+    GROUPED: tl.constexpr,  # exclude the entries whose row and column share an id
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -161,9 +154,8 @@ def _tile_sums_kernel(
         # Short chains of additions, so that the sums overlap with the exponentials.
         row_reference = tl.where(rows < num_rows, reference, float("inf"))
         terms = tl.exp2(logits * (scale * LOG2E) - row_reference[:, None])
-        for kind in tl.static_range(GROUPED):  # one after the other: both together do not fit into the registers
-            row_ids, col_ids = row_ids_ptr + kind * row_stride, col_ids_ptr + kind * col_stride
-            same = same_kind(row_ids, col_ids, rows, columns, num_rows, num_columns)
+        if GROUPED:
+            same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
             terms = tl.where(same, 0.0, terms)
         if EDGE:
             if first_column + BLOCK_N > num_columns:
@@ -185,78 +177,115 @@ def _tile_sums_kernel(
 def _repair(blocks: Blocks, row_lse: Tensor, col_lse: Tensor) -> None:
     """Replace LSE that are NaN, in place, by an online softmax. Programs without a NaN return at once.
 
-    This is rare, so the kernel is simple rather than fast.
+    This is rare, so the kernel is simple rather than fast, and its launch is cheap: one, without tensor descriptors.
     """
-    rows, columns, scale, groups = blocks.rows, blocks.columns, blocks.scale, blocks.groups
+    rows, columns = blocks.rows, blocks.columns
     launch = launch_options(_REPAIR_LAUNCH, blocks)
-    block = [launch["BLOCK_N"], launch["BLOCK_K"]]
-    sides = [TensorDescriptor.from_tensor(aligned(side), block) for side in (rows, columns)]
-    ids = ids_of(groups, scale)
-    for lse, own, other, *ids_here in (
-        (row_lse, *sides, *ids),
-        (col_lse, *reversed(sides), *ids[2:], *ids[:2]),
-    ):
-        _repair_kernel[(triton.cdiv(len(lse), block[0]),)](
-            own,
-            other,
-            scale,
-            lse,
-            *ids_here,
-            len(lse),
-            len(rows) + len(columns) - len(lse),
-            GROUPED=0 if groups is None else len(groups.rows),
-            DIM=walked_dim(rows, launch),
-            MASKED=blocks.masked,
-            **launch,
-        )
+    programs = [triton.cdiv(len(side), launch["BLOCK_N"]) for side in (rows, columns)]
+    _repair_kernel[(sum(programs),)](
+        rows,
+        columns,
+        blocks.scale,
+        row_lse,
+        col_lse,
+        *ids_of(blocks.groups, blocks.scale),
+        rows.stride(0),
+        columns.stride(0),
+        len(rows),
+        len(columns),
+        programs[0],
+        GROUPED=blocks.groups is not None,
+        DIM=rows.shape[1],
+        MASKED=blocks.masked,
+        **launch,
+    )
 
 
-@triton.jit(do_not_specialize=["own_stride", "other_stride", "num_own", "num_other"])
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "row_programs"])
 def _repair_kernel(
-    own_desc,  # [n, D] operand type, read
-    other_desc,  # [m, D] operand type, read
+    rows_ptr,  # [r, D] operand type, read
+    columns_ptr,  # [c, D] operand type, read
     scale_ptr,  # f32, read
-    lse_ptr,  # f32 [n], read, written where NaN
-    own_ids_ptr,  # i32 [GROUPED, n], read
-    own_stride,  # elements between kinds of ids
-    other_ids_ptr,  # i32 [GROUPED, m], read
-    other_stride,
-    num_own,
-    num_other,
-    GROUPED: tl.constexpr,  # number of kinds of ids; entries that share one are excluded
+    row_lse_ptr,  # f32 [r], read, written where NaN
+    col_lse_ptr,  # f32 [c], read, written where NaN
+    row_ids_ptr,  # i32 [r], read if GROUPED
+    col_ids_ptr,  # i32 [c], read if GROUPED
+    row_stride,
+    col_stride,
+    num_rows,
+    num_columns,
+    row_programs,  # programs for rows; the others are for columns
+    GROUPED: tl.constexpr,  # exclude the entries whose row and column share an id
     DIM: tl.constexpr,
     MASKED: tl.constexpr,  # exclude the entries (i, i)
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `where(lse.isnan(), (scale * own @ other.T).logsumexp(1), lse)` for BLOCK_N of `own`, with exclusions."""
+    """Compute `where(lse.isnan(), logits.logsumexp(1), lse)` for BLOCK_N rows or columns, with exclusions."""
     scale2 = tl.load(scale_ptr).to(tl.float32) * LOG2E
-    first_own = tl.program_id(0) * BLOCK_N
-    own = first_own + tl.arange(0, BLOCK_N)
+    program = tl.program_id(0)
+    if program < row_programs:
+        _repair_block(
+            rows_ptr, columns_ptr, scale2, row_lse_ptr, row_ids_ptr, col_ids_ptr, row_stride, col_stride,
+            num_rows, num_columns, program, GROUPED, DIM, MASKED, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
+    else:
+        _repair_block(
+            columns_ptr, rows_ptr, scale2, col_lse_ptr, col_ids_ptr, row_ids_ptr, col_stride, row_stride,
+            num_columns, num_rows, program - row_programs, GROUPED, DIM, MASKED, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _repair_block(
+    own_ptr,
+    other_ptr,
+    scale2,
+    lse_ptr,
+    own_ids_ptr,
+    other_ids_ptr,
+    own_stride,
+    other_stride,
+    num_own,
+    num_other,
+    block,
+    GROUPED: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    own = block * BLOCK_N + tl.arange(0, BLOCK_N)
     lse = tl.load(lse_ptr + own, mask=own < num_own, other=0.0)
     unknown = lse != lse
-    if tl.max(unknown.to(tl.int32), 0) == 0:
-        return
-    maxima = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_N], tl.float32)
-    for first in range(0, num_other, BLOCK_N):
-        logits = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
-        for k in range(0, DIM, BLOCK_K):
-            a = own_desc.load([first_own, k])
-            b = other_desc.load([first, k])
-            logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
-        other = first + tl.arange(0, BLOCK_N)
-        logits = tl.where((other < num_other)[None, :], logits * scale2, float("-inf"))
-        if MASKED:
-            logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
-        if GROUPED > 0:
-            same = same_ids(
-                own_ids_ptr, own_stride, other_ids_ptr, other_stride, own, other, num_own, num_other, GROUPED
-            )
-            logits = tl.where(same, float("-inf"), logits)
-        new_maxima = tl.maximum(maxima, tl.max(logits, 1))
-        shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # -inf: only excluded entries so far
-        sums = sums * tl.exp2(maxima - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
-        maxima = new_maxima
-    tl.store(lse_ptr + own, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (own < num_own))
+    if tl.max(unknown.to(tl.int32), 0) > 0:
+        maxima = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        sums = tl.zeros([BLOCK_N], tl.float32)
+        for first in range(0, num_other, BLOCK_N):
+            other = first + tl.arange(0, BLOCK_N)
+            logits = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+            for k in range(0, DIM, BLOCK_K):
+                a = _features(own_ptr, own, own_stride, num_own, k, DIM, BLOCK_K)
+                b = _features(other_ptr, other, other_stride, num_other, k, DIM, BLOCK_K)
+                logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
+            logits = tl.where((other < num_other)[None, :], logits * scale2, float("-inf"))
+            if MASKED:
+                logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
+            if GROUPED:
+                same = same_ids(own_ids_ptr, other_ids_ptr, own, other, num_own, num_other)
+                logits = tl.where(same, float("-inf"), logits)
+            new_maxima = tl.maximum(maxima, tl.max(logits, 1))
+            shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # -inf: only excluded entries so far
+            sums = sums * tl.exp2(maxima - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+            maxima = new_maxima
+        tl.store(lse_ptr + own, (maxima + tl.log2(sums)) / LOG2E, mask=unknown & (own < num_own))
+
+
+@triton.jit
+def _features(features_ptr, rows, stride, num_rows, k, DIM: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the features k .. k + BLOCK_K of some rows, operand type [BLOCK_N, BLOCK_K], 0 past the edges."""
+    dims = k + tl.arange(0, BLOCK_K)
+    inside = (rows < num_rows)[:, None] & (dims < DIM)[None, :]
+    return tl.load(features_ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :], mask=inside, other=0.0)

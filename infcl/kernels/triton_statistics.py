@@ -22,16 +22,27 @@ _LARGEST = tl.constexpr(2.0**12)  # largest LSE, in log2, whose rounding leaves 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """Compute `(a * b).sum(1)` of [n, D] and [n, D], f32 [n]."""
-    count, dim, block = len(a), a.shape[1], 8
-    result = a.new_empty(count, dtype=torch.float32)
-    _row_dots_kernel[(triton.cdiv(count, block),)](
-        a, b, result, count, a.stride(0), b.stride(0),
-        DIM=dim, BLOCK=block, BLOCK_K=min(1024, triton.next_power_of_2(dim)), num_warps=4,
+    return _row_dots((a, b))[0]
+
+
+def squared_norms(rows: Tensor, columns: Tensor) -> list[Tensor]:
+    """Compute `(rows * rows).sum(1)` and `(columns * columns).sum(1)`, f32 [r] and [c], in one launch."""
+    return _row_dots((rows, rows), (columns, columns))
+
+
+def _row_dots(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Compute `row_dots` of one or two pairs, which may differ in n."""
+    (a, b), (c, d), block = pairs[0], pairs[-1], 8
+    results = [pair[0].new_empty(len(pair[0]), dtype=torch.float32) for pair in pairs]
+    programs = [triton.cdiv(len(result), block) for result in results]
+    _row_dots_kernel[(sum(programs),)](
+        a, b, results[0], len(a), a.stride(0), b.stride(0), c, d, results[-1], len(c), c.stride(0), d.stride(0),
+        programs[0], DIM=a.shape[1], BLOCK=block, BLOCK_K=min(1024, triton.next_power_of_2(a.shape[1])), num_warps=4,
     )  # fmt: skip
-    return result
+    return results
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "second_count", "programs"])
 def _row_dots_kernel(
     a_ptr,  # [n, D] operand type, read
     b_ptr,  # [n, D] operand type, read
@@ -39,11 +50,31 @@ def _row_dots_kernel(
     count,
     a_stride,
     b_stride,
+    c_ptr,  # the same of a second pair, [m, D]
+    d_ptr,
+    second_result_ptr,
+    second_count,
+    c_stride,
+    d_stride,
+    programs,  # of the first pair
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    if program < programs:
+        _block_of_dots(a_ptr, b_ptr, result_ptr, count, a_stride, b_stride, program, DIM, BLOCK, BLOCK_K)
+    else:
+        program -= programs
+        _block_of_dots(c_ptr, d_ptr, second_result_ptr, second_count, c_stride, d_stride, program, DIM, BLOCK, BLOCK_K)
+
+
+@triton.jit
+def _block_of_dots(
+    a_ptr, b_ptr, result_ptr, count, a_stride, b_stride, program,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in range(0, DIM, BLOCK_K):
         feature = k + tl.arange(0, BLOCK_K)

@@ -29,7 +29,7 @@ def captions_loss(
     *,
     captions: int = 1,
     group: dist.ProcessGroup | None = None,
-    image_ids: Tensor | None = None,
+    ids: Tensor | None = None,
     duplicates: str = "negative",
     **options,
 ) -> Tensor:
@@ -40,7 +40,7 @@ def captions_loss(
         logit_scale: as in `info_nce_loss`.
         captions: K, at most t.
         group: as in `info_nce_loss`.
-        image_ids: int64 [b], at least 0, equal for equal images; or [b, 1 + t - K] with the ids of the hard negatives.
+        ids: int64 [b], at least 0, equal for equal images; or [b, 1 + t - K] with the ids of the hard negatives.
             Without these a hard negative has an id of its own.
         duplicates: role of captions and images of other samples with an equal id; "mask" needs K = 1.
         **options: as in `info_nce_loss`.
@@ -49,7 +49,7 @@ def captions_loss(
         The loss, 0-dim, float32 or wider.
 
     Raises:
-        ValueError: the number of texts is not t per image with t >= K, or image_ids are missing or misshapen.
+        ValueError: the number of texts is not t per image with t >= K, or ids are missing or misshapen.
     """
     images, device = len(image_features), image_features.device
     each, rest = divmod(len(text_features), max(1, images))
@@ -58,19 +58,19 @@ def captions_loss(
     if captions > 1 and duplicates == "mask":
         raise ValueError(f"duplicates='mask' leaves out all but one of the {captions} captions of an image")
     shapes = (images,), (images, 1 + each - captions)
-    if duplicates != "negative" and (image_ids is None or image_ids.shape not in shapes):
-        raise ValueError(f"duplicates={duplicates!r} needs image_ids [{images}]")
+    if duplicates != "negative" and (ids is None or ids.shape not in shapes):
+        raise ValueError(f"duplicates={duplicates!r} needs ids [{images}]")
     texts = text_features.unflatten(0, (images, each))
     own, negatives = texts[:, :captions].flatten(0, 1), texts[:, captions:].flatten(0, 1)
     number = torch.arange(images, device=device) + images * (0 if group is None else dist.get_rank(group))
-    given = number if image_ids is None or duplicates == "negative" else image_ids.to(device)
-    ids, of_negatives = given.view(images, -1)[:, 0], given.view(images, -1)[:, 1:].flatten()
+    given = number if ids is None or duplicates == "negative" else ids.to(device)
+    of_images, of_negatives = given.view(images, -1)[:, 0], given.view(images, -1)[:, 1:].flatten()
     if not len(of_negatives):  # unique ids
         of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]
-    of_texts = torch.cat([ids.repeat_interleave(captions), of_negatives])
+    of_texts = torch.cat([of_images.repeat_interleave(captions), of_negatives])
     first = torch.arange(images, device=device)
     options["group"] = group
-    of_images = info_nce_loss(
+    image_loss = info_nce_loss(
         image_features,
         torch.cat([own, negatives]),
         first * captions,
@@ -79,13 +79,13 @@ def captions_loss(
         duplicates="positive" if captions > 1 else duplicates,
         **options,
     )
-    of_captions = info_nce_loss(
+    caption_loss = info_nce_loss(
         own,
         image_features,
         first.repeat_interleave(captions),
         logit_scale,
-        document_ids=ids,
+        document_ids=of_images,
         duplicates=duplicates,
         **options,
     )
-    return (of_images + of_captions) / 2
+    return (image_loss + caption_loss) / 2

@@ -86,8 +86,7 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
         *,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Compute the loss.
 
@@ -95,7 +94,7 @@ class ContrastiveLoss(nn.Module):
             image_features, text_features: [b, D], or [t b, D] texts with several captions per image.
             logit_scale, logit_bias: float or one element. Only siglip uses a bias (None: 0); it cancels in a softmax.
             output_dict: return {"contrastive_loss": loss}, as open_clip's losses do.
-            image_ids, text_ids: int64 [b], if `duplicates` needs them; with several captions per image, image_ids only.
+            ids: int64 [b], if `duplicates` needs them: equal for equal images (or equal texts).
 
         Returns:
             The loss, 0-dim, float32 (float64 for float64 matmuls).
@@ -103,10 +102,9 @@ class ContrastiveLoss(nn.Module):
         group = dist.group.WORLD if self.over_all else self.group
         function, options = _LOSSES[self.name], {**self.options, "group": group}
         if self.duplicates != "negative":
-            options |= {"image_ids": image_ids, "text_ids": text_ids, "duplicates": self.duplicates}
+            options |= {"ids": ids, "duplicates": self.duplicates}
         if self.captions is not None:
             function, options["captions"] = captions_loss, self.captions
-            options.pop("text_ids", None)
         if self.name == "siglip":
             options["logit_bias"] = 0.0 if logit_bias is None else logit_bias
         own: dict[str, tuple] = {"shape": tuple(image_features.shape)}

@@ -47,8 +47,7 @@ def inf_cl_loss(
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
+    ids: Tensor | None = None,
     duplicates: str = "negative",
     **options,
 ) -> Tensor:
@@ -59,7 +58,7 @@ def inf_cl_loss(
         logit_scale: factor of the cosines (exp of the learned parameter, as in open_clip's ClipLoss); float or one
             element; differentiable.
         group: process group of the ring; None means a single process (rejected when torch.distributed runs several).
-        image_ids, text_ids: int64 [b], equal for samples with the same image or the same text.
+        ids: int64 [b], equal for samples with the same image (or the same text).
         duplicates: role of entries of different samples with an equal id: "negative" (ids are not used), "mask"
             (excluded) or "positive"; defined in infcl/loss/duplicates.py.
         **options: fields of infcl.RingOptions, such as tile_dtype="bf16".
@@ -71,7 +70,6 @@ def inf_cl_loss(
     Raises:
         ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
-    ids = {"image_ids": image_ids, "text_ids": text_ids}
     setup = set_up("inf_cl", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
     return InfCL.apply(image_features, text_features, scalar_like(image_features, logit_scale), setup)
 
@@ -158,7 +156,7 @@ def ring_backward(
 ) -> Gradients:
     """Return `ring_gradients` of half the sum of the losses of both directions, or of the sum of the rows' losses.
 
-    losses, cosines and weights come from ring_forward. Columns travel with their LSE, ids and weights.
+    losses, cosines and weights come from ring_forward. Columns travel with their LSE and ids.
     """
     duplicates, matches, both = setup.duplicates, setup.matches, setup.both
     row_lse, *column_lse = losses + cosines * scale
@@ -167,13 +165,13 @@ def ring_backward(
         slopes = slopes + 1 - weights if matches is None else torch.zeros_like(slopes)
 
     def add_tile(hop: int, block: Tensor, its: list[Tensor], gradients: Gradients) -> None:
-        block_lse, ids = (its[0], its[1:]) if both else (None, its)  # ids, and weights of positives
-        groups = None if duplicates is None else duplicates.groups(*ids, row_weights=weights)
+        block_lse, ids = (its[0], its[1:]) if both else (None, its)
+        groups = None if duplicates is None else duplicates.groups(*ids, weights)
         if groups is None and matches is not None and hop == 0:
             groups = _entries_of(matches, len(columns))
         setup.tile.softmax_backward(setup.blocks(rows, block, scale, hop, groups), row_lse, block_lse, gradients)
 
-    with_columns = [*column_lse, *travelling(duplicates), *([weights] if both and weights is not None else [])]
+    with_columns = [*column_lse, *travelling(duplicates)]
     return ring_gradients(add_tile, rows, columns, setup, slopes=slopes, cosines=cosines, travelling=with_columns)
 
 
@@ -199,7 +197,7 @@ def cross_entropies(others_lse: Tensor, matched: Tensor) -> Tensor:
 
 def _entries_of(matches: Tensor, count: int) -> Groups:
     """Return each row's match among `count` columns as `groups` that a tile excludes."""
-    return Groups(matches.to(torch.int32)[None], torch.arange(count, dtype=torch.int32, device=matches.device)[None])
+    return Groups(matches.to(torch.int32), torch.arange(count, dtype=torch.int32, device=matches.device))
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

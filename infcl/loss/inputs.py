@@ -77,7 +77,8 @@ def set_up(
     options: Mapping[str, Any],
     *,
     sizes: tuple[str, str] = ("rows", "rows"),
-    ids: Mapping[str, Tensor | None] | None = None,
+    ids: Tensor | None = None,
+    ids_name: str = "ids",
     duplicates: str = "negative",
     matches: Tensor | None = None,
     both: bool = True,
@@ -91,7 +92,7 @@ def set_up(
         group: process group of the ring, or None.
         options: fields of RingOptions.
         sizes: names of r and c; r and c must be equal if the names are.
-        ids: {argument's name: int64 [c] or None}, see loss/duplicates.
+        ids, ids_name: int64 [c] or None, see loss/duplicates; and the argument's name.
         duplicates: role of entries with an equal id.
         matches, both: as in Setup.
         invalid: message about this rank's invalid values, or "".
@@ -100,7 +101,7 @@ def set_up(
         ValueError: on every rank if ranks differ; on this rank for invalid inputs or options, or a missing group.
     """
     settings = RingOptions(**options)
-    compared = _check_features(name, rows, columns, sizes) | check_ids(name, len(columns), ids or {}, duplicates)
+    compared = _check_features(name, rows, columns, sizes) | check_ids(name, len(columns), ids, ids_name, duplicates)
     group = checked_group(group)
     tile = select_tile(rows, tile=settings.tile, tile_dtype=settings.tile_dtype)
     if settings.workspace_bytes < 1:
@@ -119,9 +120,11 @@ def set_up(
             raise ValueError(f"{error}; {invalid}" if invalid else str(error)) from None
     if invalid:
         raise ValueError(invalid)
-    column_ids = [one.to(rows.device) for one in (ids or {}).values() if one is not None]
-    row_ids = [one[: len(rows)] if matches is None else one[matches] for one in column_ids]
-    return setup._replace(duplicates=find_duplicates(row_ids, column_ids, duplicates))
+    if ids is None or duplicates == "negative":
+        return setup
+    ids = ids.to(rows.device).contiguous()
+    row_ids = ids[: len(rows)] if matches is None else ids[matches]
+    return setup._replace(duplicates=find_duplicates(row_ids, ids, duplicates))
 
 
 def _check_features(name: str, rows: Tensor, columns: Tensor, sizes: tuple[str, str]) -> dict[str, int | torch.dtype]:

@@ -45,5 +45,5 @@ def nt_xent_loss(
     rank = 0 if setup.group is None else dist.get_rank(setup.group)
     views, others = torch.cat([first_views, second_views]), torch.cat([second_views, first_views])  # [2b, D]
     own = torch.arange(rank * len(views), (rank + 1) * len(views), device=views.device)
-    setup = setup._replace(duplicates=find_duplicates([own], [own.roll(len(first_views))], "mask"))
+    setup = setup._replace(duplicates=find_duplicates(own, own.roll(len(first_views)), "mask"))
     return InfCL.apply(views, others, scalar_like(views, logit_scale), setup)

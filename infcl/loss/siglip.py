@@ -31,8 +31,7 @@ def siglip_loss(
     logit_bias: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
+    ids: Tensor | None = None,
     duplicates: str = "negative",
     **options,
 ) -> Tensor:
@@ -43,7 +42,7 @@ def siglip_loss(
         logit_scale: factor of the cosines; float or one element; differentiable.
         logit_bias: added to the scaled cosines; float or one element; differentiable.
         group: process group of the ring; None means a single process (rejected when torch.distributed runs several).
-        image_ids, text_ids: int64 [b], equal for samples with the same image or the same text.
+        ids: int64 [b], equal for samples with the same image (or the same text).
         duplicates: entries of different samples with an equal id have the sign -1 ("negative") or +1 ("positive"), or
             are excluded ("mask"); defined in infcl/loss/duplicates.py.
         **options: fields of infcl.RingOptions.
@@ -55,7 +54,6 @@ def siglip_loss(
     Raises:
         ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
-    ids = {"image_ids": image_ids, "text_ids": text_ids}
     setup = set_up("siglip", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
     scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
     return _SigLip.apply(image_features, text_features, *scalars, setup)

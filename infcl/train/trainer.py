@@ -313,7 +313,7 @@ class Trainer:
 
     def _loss(self, *features: torch.Tensor) -> torch.Tensor:
         ids = self._same_ids()
-        return self.sampled_loss(*features, **({} if ids is None else {"image_ids": ids.squeeze(1)}))
+        return self.sampled_loss(*features, **({} if ids is None else {"ids": ids.squeeze(1)}))
 
     def _same_ids(self) -> torch.Tensor | None:
         """Return int64 [b, 1 (+ 1 hard negative)], equal for duplicates; None if they are not compared."""

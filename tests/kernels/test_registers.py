@@ -56,11 +56,13 @@ def tile_usage(kernel, launch: dict, **constants) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("masked", "edge", "kinds"), [(True, False, 0), (True, True, 0), (False, False, 2)], ids=["inner", "edge", "ids"]
+    ("masked", "edge", "grouped"),
+    [(True, False, False), (True, True, False), (False, False, True)],
+    ids=["inner", "edge", "ids"],
 )
-def test_the_forward_tile_fits_into_registers(masked, edge, kinds):
-    """edge: the columns do not fill the last block. kinds: of ids."""
-    constants = {"MASKED": masked, "EDGE": edge, "GROUPED": kinds}
+def test_the_forward_tile_fits_into_registers(masked, edge, grouped):
+    """edge: the columns do not fill the last block. grouped: there are ids."""
+    constants = {"MASKED": masked, "EDGE": edge, "GROUPED": grouped}
     used = tile_usage(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[2], **constants)
     assert 32 < used["registers"] <= 255 and used["stack"] == 0 < used["shared"] <= SHARED, used
 
@@ -72,14 +74,14 @@ def test_the_forward_tile_fits_into_registers(masked, edge, kinds):
         ({"MASKED": True}, 128),  # a block pair on the diagonal, one of W
         ({"MASKED": True, "EDGE": True}, None),
         ({"MASKED": True, "EDGE": True, "SINGLE": False}, None),  # not one exponential for both directions
-        ({"GROUPED": 1, "POSITIVE": True}, 128),
+        ({"GROUPED": True, "POSITIVE": True}, 128),
         ({"SIGMOID": True}, 128),
-        ({"SIGMOID": True, "GROUPED": 1, "POSITIVE": True}, 128),
+        ({"SIGMOID": True, "GROUPED": True, "POSITIVE": True}, 128),
     ],
     ids=str,
 )
 def test_the_backward_tile_compiles_and_spills_little(options, stack):
-    plain = {"SIGMOID": False, "MASKED": False, "EDGE": False, "SINGLE": True, "GROUPED": 0, "POSITIVE": False}
+    plain = {"SIGMOID": False, "MASKED": False, "EDGE": False, "SINGLE": True, "GROUPED": False, "POSITIVE": False}
     constants = plain | {"SHARED": True, "GAIN": 1.0} | options
     constants["HALVES"] = constants["SIGMOID"] or constants["POSITIVE"]
     used = tile_usage(triton_backward._d_logits_kernel, triton_backward._LAUNCH[2], **constants)

@@ -16,7 +16,7 @@ _WORKSPACE_BYTES = {"torch": 2**10, "triton": 2**8}  # one Triton tile is more
 def _with_ids(loss: Callable, *arguments: float, duplicates: str = "mask") -> Callable:
     def call(images, texts, **options):
         ids = torch.arange(len(images), device=images.device) // 3
-        return loss(images, texts, *arguments, image_ids=ids, duplicates=duplicates, **options)
+        return loss(images, texts, *arguments, ids=ids, duplicates=duplicates, **options)
 
     return call
 

@@ -51,7 +51,7 @@ class Case(NamedTuple):
     captions: int | None = None  # per image; further texts of an image are hard negatives
     duplicates: str = "negative"
     ids: str = "none"  # how ids are drawn
-    kinds: str = "image"  # of ids: "image", "text", "both", or "negatives": of images and their hard negatives
+    negatives_have_ids: bool = False  # hard negatives, as well as images
 
     def on(self, world_size: int) -> "Case":
         """Return the case with as many rows and columns on every rank as this one has."""
@@ -61,8 +61,7 @@ class Case(NamedTuple):
 class Batch(NamedTuple):
     images: Tensor
     texts: Tensor
-    image_ids: Tensor  # of info_nce: of the documents
-    text_ids: Tensor
+    ids: Tensor  # of images; of info_nce: of the documents
     positives: Tensor  # [W, q] among a rank's own documents
 
 
@@ -118,12 +117,9 @@ def global_batch(case: Case, world_size: int = 1) -> Batch:
     else:
         positives = [torch.randint(0, documents, (queries,), generator=generator) for _ in range(world_size)]
     count = len(texts) if case.name == "info_nce" else case.rows
-    if case.kinds == "negatives":
-        count *= 1 + len(texts) // case.rows - (case.captions or 1)
-    ids = [draw_ids(case.ids, count, generator) for _ in range(2)]
-    if case.kinds == "negatives":
-        ids[0] = ids[0].view(case.rows, -1)
-    return Batch(images, texts, *ids, torch.stack(positives))
+    each = 1 + len(texts) // case.rows - (case.captions or 1) if case.negatives_have_ids else 1
+    ids = draw_ids(case.ids, count * each, generator)
+    return Batch(images, texts, ids.view(count, each) if each > 1 else ids, torch.stack(positives))
 
 
 def oracle(case: Case, rounded: Callable[[Tensor], Tensor] = torch.clone, world_size: int = 1) -> Evaluation:
@@ -145,19 +141,19 @@ def _dense(case: Case, batch: Batch, images: Tensor, texts: Tensor, scale: Tenso
         logits = (scale * views @ views.T).masked_fill(torch.eye(len(views), dtype=torch.bool), -math.inf)
         return F.cross_entropy(logits, torch.arange(len(views)).roll(len(images)))
     logits, each = scale * images @ texts.T, len(texts) // len(images) if case.captions else 1
-    kinds = [ids for ids, kind in zip(batch[2:4], ("image", "text")) if case.kinds in (kind, "both")]
     if case.name == "info_nce":
         world_size, rank_documents = len(batch.positives), len(texts) // len(batch.positives)
         labels = (batch.positives + torch.arange(world_size)[:, None] * rank_documents).flatten()
         own = F.one_hot(labels, len(texts)).bool()
-        same = batch.image_ids[labels][:, None] == batch.image_ids
+        same = batch.ids[labels][:, None] == batch.ids
     else:
         image_of, is_caption = torch.arange(len(texts)) // each, torch.arange(len(texts)) % each < (case.captions or 1)
         own = (torch.arange(len(images))[:, None] == image_of) & is_caption
-        same = sum((ids[:, None] == ids[image_of]) & is_caption for ids in kinds) > 0
-        if case.kinds == "negatives":
+        if case.negatives_have_ids:
             column = (torch.arange(len(texts)) % each - (case.captions or 1) + 1).clamp(min=0)
-            same = batch.image_ids[:, :1] == batch.image_ids[image_of, column]
+            same = batch.ids[:, :1] == batch.ids[image_of, column]
+        else:
+            same = (batch.ids[:, None] == batch.ids[image_of]) & is_caption
     excluded, positive = same & ~own & (case.duplicates == "mask"), own | same & (case.duplicates == "positive")
     if case.name == "siglip":
         losses = -F.logsigmoid(torch.where(positive, 1.0, -1.0) * (logits + bias))
@@ -174,7 +170,7 @@ def _softmax(logits: Tensor, positive: Tensor) -> Tensor:
 def evaluate(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu", **options) -> Evaluation:
     """Evaluate the loss under test on this rank's rows of the case's global batch."""
     batch = global_batch(case, world_size)
-    images, texts, *ids = (side.chunk(world_size)[rank].clone().to(device) for side in batch[:4])
+    images, texts, ids = (side.chunk(world_size)[rank].clone().to(device) for side in batch[:3])
     images.requires_grad_(), texts.requires_grad_()
     scalar = {"dtype": torch.promote_types(case.dtype, torch.float32), "device": device, "requires_grad": True}
     scale, bias = torch.tensor(case.scale, **scalar), torch.tensor(case.bias, **scalar)
@@ -183,14 +179,11 @@ def evaluate(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
     if case.name == "nt_xent":
         value = nt_xent_loss(images, texts, scale, **options)
     elif case.name == "info_nce":
-        options |= {"document_ids": ids[0], "duplicates": case.duplicates}
+        options |= {"document_ids": ids, "duplicates": case.duplicates}
         value = info_nce_loss(images, texts, batch.positives[rank].to(device), scale, **options)
     else:
-        names = zip(ids, ("image", "text"))
-        given = {f"{kind}_ids": one for one, kind in names if case.kinds in (kind, "both")}
-        given |= {"image_ids": ids[0]} if case.kinds == "negatives" else {}
         loss = ContrastiveLoss(case.name, duplicates=case.duplicates, captions=case.captions, **options)
-        value = loss(images, texts, scale, bias, **given if case.duplicates != "negative" else {})
+        value = loss(images, texts, scale, bias, ids=ids if case.duplicates != "negative" else None)
     value.backward()
     d_bias = torch.zeros(()) if bias.grad is None else bias.grad.cpu()
     return Evaluation(value.detach().cpu(), images.grad.cpu(), texts.grad.cpu(), scale.grad.cpu(), d_bias)

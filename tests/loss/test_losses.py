@@ -39,21 +39,21 @@ CASES += [  # several captions of an image, and hard negatives
     Case("inf_cl", 6, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few"),
     Case("inf_cl", 3, 24, 10.0, columns=6, captions=1),
     Case("inf_cl", 1, 24, 5.0, columns=3, captions=2),
-    Case("inf_cl", 9, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few", kinds="negatives"),
-    Case("inf_cl", 6, 24, 10.0, columns=24, captions=2, duplicates="positive", ids="pairs", kinds="negatives"),
+    Case("inf_cl", 9, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few", negatives_have_ids=True),
+    Case("inf_cl", 6, 24, 10.0, columns=24, captions=2, duplicates="positive", ids="pairs", negatives_have_ids=True),
 ]
 IDS = [
-    Case("", 7, 24, 5.0, "apart", FLOAT64, ids="pairs", kinds="text"),
-    Case("", 13, 40, 100.0, "apart", FLOAT64, ids="few", kinds="both"),
+    Case("", 7, 24, 5.0, "apart", FLOAT64, ids="pairs"),
+    Case("", 13, 40, 100.0, "apart", FLOAT64, ids="few"),
     Case("", 151, 24, 20.0, "apart", FLOAT64, ids="to 300", workspace_bytes=4000),
     Case("", 5, 1000, 100.0, "apart", FLOAT64, ids="one"),
-    Case("", 31, 72, 30.0, "apart", ids="few", kinds="both"),
+    Case("", 31, 72, 30.0, "apart", ids="few"),
     Case("", 9, 24, 10.0, "apart", FLOAT64),
 ]
 for case, mode in itertools.product(IDS, ("mask", "positive")):
     CASES += [case._replace(name=name, duplicates=mode, bias=-case.scale / 2) for name in ("inf_cl", "siglip")]
     queries, documents = case.rows, case.rows * 5 // 2 + 1
-    queries, documents = (documents, queries) if case.kinds == "text" else (queries, documents)
+    queries, documents = (documents, queries) if case.ids == "pairs" else (queries, documents)
     sizes = {"rows": queries, "columns": documents, "positives": "shared"}
     CASES.append(case._replace(name="info_nce", duplicates=mode, kind="random", **sizes))
 
@@ -178,7 +178,7 @@ def test_dense_losses_return_gradients_in_the_features_dtype(name):
 def test_one_caption_without_hard_negatives_is_inf_cl():
     batch = global_batch(Case("inf_cl", 9, 24, 20.0, ids="pairs"))
     for duplicates in ("negative", "mask", "positive"):
-        options = {"image_ids": batch.image_ids, "duplicates": duplicates}
+        options = {"ids": batch.ids, "duplicates": duplicates}
         ours, expected = (loss(*batch[:2], 20.0, **options) for loss in (captions_loss, inf_cl_loss))
         torch.testing.assert_close(ours, expected)
 
@@ -226,20 +226,20 @@ QUERIES, DOCUMENTS = torch.ones(2, 8), torch.ones(3, 8)
             {"captions": 3, "duplicates": "mask"},
             "leaves out all but one of the 3",
         ),
-        (captions_loss, (IMAGES, TEXTS, 1.0), {"duplicates": "mask"}, r"'mask' needs image_ids \[5\]"),
-        (inf_cl_loss, (ROWS, ROWS, 1.0), {"duplicates": "mask"}, "'mask' needs image_ids or text_ids"),
+        (captions_loss, (IMAGES, TEXTS, 1.0), {"duplicates": "mask"}, r"'mask' needs ids \[5\]"),
+        (inf_cl_loss, (ROWS, ROWS, 1.0), {"duplicates": "mask"}, "'mask' needs ids"),
         (siglip_loss, (ROWS, ROWS, 1.0, 0.0), {"duplicates": "none"}, "duplicates is one of .*, not 'none'"),
         (
             siglip_loss,
             (ROWS, ROWS, 1.0, 0.0),
-            {"duplicates": "mask", "image_ids": torch.arange(4)},
-            r"image_ids must be int64 \[5\], one per row; got \(4,\) torch.int64",
+            {"duplicates": "mask", "ids": torch.arange(4)},
+            r"ids must be int64 \[5\], one per row; got \(4,\) torch.int64",
         ),
         (
             inf_cl_loss,
             (ROWS, ROWS, 1.0),
-            {"duplicates": "mask", "text_ids": torch.arange(5).int()},
-            r"text_ids must be int64 \[5\], one per row; got \(5,\) torch.int32",
+            {"duplicates": "mask", "ids": torch.arange(5).int()},
+            r"ids must be int64 \[5\], one per row; got \(5,\) torch.int32",
         ),
     ],
 )
@@ -254,7 +254,7 @@ def _differ(rank, world_size):
     images, texts = (side.requires_grad_() for side in features("random", 4, 8))
     locked = texts if first else texts.detach()
     wide, half = (torch.float32, torch.bfloat16) if first else (torch.float64, torch.float16)
-    masked = {"image_ids": torch.arange(4), "duplicates": "mask"}
+    masked = {"ids": torch.arange(4), "duplicates": "mask"}
     calls = {
         "[4, 5, 6]": lambda: inf_cl_loss(*features("random", 4 + rank, 8), 1.0, **group),
         "'torch.float64'": lambda: inf_cl_loss(images.to(wide), texts.to(wide), 1.0, **group),
@@ -268,8 +268,8 @@ def _differ(rank, world_size):
         "info_nce needs the same requires_grad of columns": lambda: info_nce_loss(
             images, locked, torch.arange(4), 1.0, **group
         ),
-        "same text_ids": lambda: inf_cl_loss(
-            images, texts, 1.0, **masked, **group, text_ids=None if first else torch.arange(4)
+        "same duplicates='positive'": lambda: inf_cl_loss(
+            images, texts, 1.0, **group, **({} if first else masked | {"duplicates": "positive"})
         ),
         "same duplicates='mask'": lambda: inf_cl_loss(
             images, texts, 1.0, **group, **(masked if first else masked | {"duplicates": "positive"})

@@ -30,7 +30,7 @@ def losses_of(rank, world_size, size):
         images, texts, ids = (side.chunk(parallel.dp_size)[parallel.dp_rank].clone() for side in batch[:3])
         leaves = [images.requires_grad_(), texts.requires_grad_()]
         leaves += [torch.tensor([x], dtype=case.dtype, requires_grad=True) for x in (case.scale, case.bias)]
-        value = loss(*leaves, image_ids=ids)
+        value = loss(*leaves, ids=ids)
         value.backward()
         gradients = [torch.zeros(1) if leaf.grad is None else leaf.grad for leaf in leaves]
         results.append((Evaluation(value.detach(), *gradients[:2], *(g.squeeze() for g in gradients[2:])), seen))
