@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl import info_nce_loss, nt_xent_loss
+from infcl import RingOptions, info_nce_loss, nt_xent_loss
 from infcl.loss.contrastive import LOSSES, TILED, ContrastiveLoss
 from infcl.loss.dense import dense_loss
 
@@ -45,27 +45,28 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
 
     Args:
         group: ranks that share the batch.
-        options: options of the tiled losses.
+        options: fields of RingOptions, of the tiled losses.
         open_clip_loss: open_clip's loss.py.
 
     Raises:
         ValueError: the loss needs a peer that is missing.
     """
+    ring = RingOptions(**options)
     if name in LOSSES:
-        return ContrastiveLoss(name, group=group, **options)
+        return ContrastiveLoss(name, group=group, options=ring)
     if name == "clip_compiled":
         torch._dynamo.reset()  # it would stop compiling at the ninth wrapper of a kind
         compiled = torch.compile(partial(dense_loss, impl="clip", group=group))
         return lambda images, texts, scale, bias: compiled(images, texts, scale)
     if name in WITH_IDS:
         loss, _, duplicates = name.rpartition("_")
-        ours = ContrastiveLoss(loss, group=group, duplicates=duplicates, **options)
+        ours = ContrastiveLoss(loss, group=group, duplicates=duplicates, options=ring)
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         return lambda images, texts, scale, bias: ours(
             images, texts, scale, bias, ids=_image_ids(size * len(images), images.device).chunk(size)[rank]
         )
     if name == "one_tile":
-        return ContrastiveLoss("inf_cl", group=group, tile="torch", workspace_bytes=2**50)
+        return ContrastiveLoss("inf_cl", group=group, options=RingOptions(tile="torch", workspace_bytes=2**50))
     if name == "official":
         return _official
     if name.startswith("official_"):
@@ -77,10 +78,10 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
             torch.arange(len(images), device=images.device),
             scale,
             group=group,
-            **options,
+            options=ring,
         )
     if name == "hard_negatives":
-        with_captions = ContrastiveLoss("inf_cl", group=group, captions=1, **options)
+        with_captions = ContrastiveLoss("inf_cl", group=group, captions=1, options=ring)
         return lambda images, texts, scale, bias: with_captions(
             images, torch.stack([texts, texts.detach().roll(1, 1)], 1).flatten(0, 1), scale
         )
@@ -88,7 +89,7 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
 
         def halves(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
             first, second = images.chunk(2)
-            return nt_xent_loss(first, second, scale, group=group, **options)
+            return nt_xent_loss(first, second, scale, group=group, options=ring)
 
         return halves
     raise ValueError(f"unknown implementation '{name}'; one of {NAMES}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModel, AutoTokenizer
 
-from infcl import Encoders, contrastive_step, info_nce_loss, split_batch
+from infcl import Encoders, RingOptions, contrastive_step, info_nce_loss, split_batch
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
     def loss(queries: torch.Tensor, *documents: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         own = torch.arange(len(queries), device=device)  # the first column of documents holds the positives
-        options = {"document_ids": ids, "duplicates": "mask", "group": group, "tile_dtype": "bf16"}
+        options = {"document_ids": ids, "duplicates": "mask", "group": group, "options": RingOptions(tile_dtype="bf16")}
         return info_nce_loss(queries, torch.cat(documents), own, args.scale, **options)
 
     def tokens(texts: list[str]) -> dict[str, torch.Tensor]:

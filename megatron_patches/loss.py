@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 
 from infcl.loss.contrastive import ContrastiveLoss
-from infcl.loss.ring import RingExchange
+from infcl.parallel import require_equal
 
 
 class TensorParallelLoss(nn.Module):
@@ -51,8 +51,7 @@ class TensorParallelLoss(nn.Module):
     ) -> torch.Tensor:
         size, rows = dist.get_world_size(self.tp_group), {"images": len(image_features), "texts": len(text_features)}
         if not (self.inner.fixed_shape and self._compared):  # if one rank raised alone, the others would hang
-            ring = RingExchange(self.inner.group)
-            ring.require_equal("a loss over tensor-parallel ranks", rows, image_features.device)
+            require_equal(self.inner.group, "a loss over tensor-parallel ranks", rows, image_features.device)
             self._compared = True
         for what, count in rows.items():
             if count % size:

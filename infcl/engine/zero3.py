@@ -34,7 +34,7 @@ from infcl.engine.patches import (
     RELEASE,
     RELEASE_ALL,
 )
-from infcl.loss.ring import reduce_scatter
+from infcl.parallel import reduce_scatter
 from infcl.step.zero import EPILOGUE, GRADIENT
 
 SUMS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from infcl.evaluate.features import gather_rows
 from infcl.evaluate.retrieval import Features
 from infcl.loss.contrastive import ContrastiveLoss
+from infcl.loss.inputs import RingOptions
 from infcl.parallel import mean_over
 
 
@@ -51,7 +52,7 @@ def validation_loss(
         images, texts = gather_rows(images, group), gather_rows(texts, group)
         rows, size = torch.tensor([len(texts)]), len(texts)
         ring = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    loss = ContrastiveLoss(plan.name, group=ring, tile=plan.tile, tile_dtype=plan.tile_dtype)
+    loss = ContrastiveLoss(plan.name, group=ring, options=RingOptions(tile=plan.tile, tile_dtype=plan.tile_dtype))
     scale, bias = scalars["logit_scale"].float().exp(), scalars.get("logit_bias")
     total, batches = torch.zeros((), dtype=torch.float64, device=texts.device), int(rows) // size
     for start in range(0, batches * size, size):

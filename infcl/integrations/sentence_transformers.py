@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from infcl.loss.info_nce import info_nce_loss
+from infcl.loss.inputs import RingOptions
 
 
 class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
@@ -40,7 +41,7 @@ class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
         mini_batch_num_tokens: tokens per encoding, instead of rows.
         symmetric: average this loss with that of the positives over all ranks' anchors; the base class's
             directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction".
-        loss_options: options of `info_nce_loss`. Its matmuls run in autocast's dtype, as in the base class, unless
+        loss_options: fields of infcl.RingOptions. The matmuls run in autocast's dtype, as in the base class, unless
             tile_dtype is given.
 
     Raises:
@@ -89,11 +90,11 @@ class RingMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss):
         """
         anchors, *documents = (self._features(torch.cat(column)) for column in reps)
         group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-        options = {"group": group, "tile_dtype": _autocast_dtype(anchors.device)} | self.loss_options
+        ring = RingOptions(**{"tile_dtype": _autocast_dtype(anchors.device)} | self.loss_options)
         own = torch.arange(len(anchors), device=anchors.device)
-        loss = info_nce_loss(anchors, torch.cat(documents), own, self.scale, **options)
+        loss = info_nce_loss(anchors, torch.cat(documents), own, self.scale, group=group, options=ring)
         if self.symmetric:
-            loss = (loss + info_nce_loss(documents[0], anchors, own, self.scale, **options)) / 2
+            loss = (loss + info_nce_loss(documents[0], anchors, own, self.scale, group=group, options=ring)) / 2
         if with_backward:
             loss.backward()
             loss = loss.detach()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infcl.kernels import torch_tile
-from infcl.kernels.torch_tile import Blocks, Gradients
+from infcl.kernels.tile import Blocks, Gradients
 
 TILES = ("auto", "torch", "triton")
 TILE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")

@@ -21,58 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infcl.kernels.tile import Blocks, Gradients, Groups
+
 SUMMED_DIMS = 256  # feature dimensions summed at a time, which bounds the float32 temporaries
 _ROWS = 16384  # rows per [rows, D] float32 temporary
 _TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
-
-
-class Groups(NamedTuple):
-    """Entries of a block pair that are not plain negatives, because their row and column share an id.
-
-        same[i, j] = rows[i] == columns[j]                                      # [r, c], never formed
-
-    These entries are excluded from every sum, or they are positives. For positives the softmax's dS is reduced by
-    weights[i], which is also the weight of column j because their ids are equal; the sigmoid has the sign +1.
-    """
-
-    rows: Tensor  # int32 [r], ids
-    columns: Tensor  # int32 [c]
-    positive: bool = False
-    weights: Tensor | None = None  # f32 or wider [r]: 1 / number of positives of the row; for the softmax's dS
-
-    def part(self, rows: slice, columns: slice) -> "Groups":
-        """Return the groups of some rows and columns of the block pair."""
-        weights = None if self.weights is None else self.weights[rows]
-        return Groups(self.rows[rows], self.columns[columns], self.positive, weights)
-
-
-class Blocks(NamedTuple):
-    """A pair of feature blocks, and how a tile computes with it.
-
-    Attributes:
-        rows, columns, scale: [r, D], [c, D] and 0-dim.
-        masked: exclude the entries (i, i), i < min(r, c): those of matches, which the losses add in float32 (reason in
-            loss/inf_cl).
-        workspace_bytes: limit of temporary memory.
-        groups: further entries that are not plain negatives: excluded, or positives.
-        tf32: multiply float32 features in tf32.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    scale: Tensor
-    masked: bool
-    workspace_bytes: int
-    groups: Groups | None = None
-    tf32: bool = False
-
-
-class Gradients(NamedTuple):
-    """Accumulators of a tile, float32 or wider, updated in place; None skips one."""
-
-    rows: Tensor | None  # [r, D], without the factor scale
-    columns: Tensor | None  # [c, D]
-    scale: Tensor  # 0-dim
 
 
 def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.torch_tile import Blocks, Gradients, Groups
+from infcl.kernels.tile import Blocks, Gradients, Groups
 from infcl.kernels.triton_exp2 import exp2, log2_1p, reciprocal, shared_exp2
 from infcl.kernels.triton_launch import (
     LOG2E,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.torch_tile import Blocks, Groups
+from infcl.kernels.tile import Blocks, Groups
 
 LOG2E = tl.constexpr(math.log2(math.e))
 _HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS

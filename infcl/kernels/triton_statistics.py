@@ -25,9 +25,10 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
     return _row_dots((a, b))[0]
 
 
-def squared_norms(rows: Tensor, columns: Tensor) -> list[Tensor]:
+def squared_norms(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `(rows * rows).sum(1)` and `(columns * columns).sum(1)`, f32 [r] and [c], in one launch."""
-    return _row_dots((rows, rows), (columns, columns))
+    row_square, col_square = _row_dots((rows, rows), (columns, columns))
+    return row_square, col_square
 
 
 def _row_dots(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.loss.info_nce import info_nce_loss
+from infcl.loss.inputs import DEFAULT_OPTIONS, RingOptions
 
 
 def captions_loss(
@@ -31,7 +32,7 @@ def captions_loss(
     group: dist.ProcessGroup | None = None,
     ids: Tensor | None = None,
     duplicates: str = "negative",
-    **options,
+    options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the loss of the module docstring.
 
@@ -43,7 +44,7 @@ def captions_loss(
         ids: int64 [b], at least 0, equal for equal images; or [b, 1 + t - K] with the ids of the hard negatives.
             Without these a hard negative has an id of its own.
         duplicates: role of captions and images of other samples with an equal id; "mask" needs K = 1.
-        **options: as in `info_nce_loss`.
+        options: as in `info_nce_loss`.
 
     Returns:
         The loss, 0-dim, float32 or wider.
@@ -69,7 +70,6 @@ def captions_loss(
         of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]
     of_texts = torch.cat([of_images.repeat_interleave(captions), of_negatives])
     first = torch.arange(images, device=device)
-    options["group"] = group
     image_loss = info_nce_loss(
         image_features,
         torch.cat([own, negatives]),
@@ -77,7 +77,8 @@ def captions_loss(
         logit_scale,
         document_ids=of_texts,
         duplicates="positive" if captions > 1 else duplicates,
-        **options,
+        group=group,
+        options=options,
     )
     caption_loss = info_nce_loss(
         own,
@@ -86,6 +87,7 @@ def captions_loss(
         logit_scale,
         document_ids=of_images,
         duplicates=duplicates,
-        **options,
+        group=group,
+        options=options,
     )
     return (image_loss + caption_loss) / 2

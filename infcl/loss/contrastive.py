@@ -11,7 +11,9 @@ its gradients over the group is the gradient of the global mean loss.
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from infcl.loss.captions import captions_loss
 from infcl.loss.dense import dense_loss
 from infcl.loss.duplicates import DUPLICATES
 from infcl.loss.inf_cl import inf_cl_loss
-from infcl.loss.inputs import RingOptions
+from infcl.loss.inputs import DEFAULT_OPTIONS, RingOptions
 from infcl.loss.siglip import siglip_loss
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -48,11 +50,10 @@ class ContrastiveLoss(nn.Module):
         fixed_shape: all calls have features of one shape, as in training. The ranks compare their shapes in the first
             call only, because the comparison makes the host wait for the GPU. If one rank's shape or requires_grad
             changes later, only that rank raises ValueError, before it sends anything; its process must then exit.
-        **options: fields of infcl.RingOptions. The dense losses ignore them: they compute in the features' dtype.
+        options: the dense losses use compare_ranks only: they compute in the features' dtype.
 
     Raises:
         ValueError: unknown loss, or duplicates that the loss does not support.
-        TypeError: unknown option.
     """
 
     over_all = False  # use torch.distributed's WORLD; stored as a flag because a process group cannot be pickled
@@ -65,7 +66,7 @@ class ContrastiveLoss(nn.Module):
         duplicates: str = "negative",
         captions: int | None = None,
         fixed_shape: bool = False,
-        **options,
+        options: RingOptions = DEFAULT_OPTIONS,
     ):
         super().__init__()
         if name not in LOSSES:
@@ -73,9 +74,8 @@ class ContrastiveLoss(nn.Module):
         if duplicates != "negative" and (name not in TILED or duplicates not in DUPLICATES):
             raise ValueError(f"duplicates={duplicates!r} for '{name}': one of {DUPLICATES}, of the losses {TILED}")
         assert captions is None or name == "inf_cl", "only inf_cl takes several captions per image"
-        RingOptions(**options)  # raises TypeError for an unknown option
         self.name, self.group, self.duplicates, self.captions = name, group, duplicates, captions
-        self.fixed_shape, self.options = fixed_shape, options if name in TILED else {}
+        self.fixed_shape, self.options = fixed_shape, options
         self._agreed: dict[str, tuple] = {}  # what the ranks have compared
 
     def forward(
@@ -100,21 +100,23 @@ class ContrastiveLoss(nn.Module):
             The loss, 0-dim, float32 (float64 for float64 matmuls).
         """
         group = dist.group.WORLD if self.over_all else self.group
-        function, options = _LOSSES[self.name], {**self.options, "group": group}
+        arguments: dict[str, Any] = {"group": group, "options": self.options}
+        function = _LOSSES[self.name]
         if self.duplicates != "negative":
-            options |= {"ids": ids, "duplicates": self.duplicates}
+            arguments |= {"ids": ids, "duplicates": self.duplicates}
         if self.captions is not None:
-            function, options["captions"] = captions_loss, self.captions
+            function, arguments["captions"] = captions_loss, self.captions
         if self.name == "siglip":
-            options["logit_bias"] = 0.0 if logit_bias is None else logit_bias
+            arguments["logit_bias"] = 0.0 if logit_bias is None else logit_bias
         own: dict[str, tuple] = {"shape": tuple(image_features.shape)}
         if torch.is_grad_enabled():
             own["requires_grad"] = image_features.requires_grad, text_features.requires_grad
         if self.fixed_shape:
             self._require_agreed(own)
-            options["compare_ranks"] = not own.keys() <= self._agreed.keys()
+            if own.keys() <= self._agreed.keys():
+                arguments["options"] = replace(self.options, compare_ranks=False)
         with torch.autocast(image_features.device.type, enabled=False):
-            loss = function(image_features, text_features, logit_scale, **options)
+            loss = function(image_features, text_features, logit_scale, **arguments)
         if not self._agreed and self.name == "inf_cl":
             _warn_of_long_features(image_features, text_features, logit_scale)
         self._agreed |= own
@@ -158,7 +160,7 @@ class InfCLLoss(ContrastiveLoss):
         local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as in open_clip.loss.ClipLoss.
             world_size > 1 selects torch.distributed's WORLD; rank and world_size must match it.
         group: process group of the ring, instead of WORLD.
-        duplicates, **options: as in `inf_cl_loss`.
+        duplicates, options: as in `inf_cl_loss`.
 
     Raises:
         ValueError: use_horovod, inexact gradients, or a rank or world_size that differs from the group's.
@@ -175,7 +177,7 @@ class InfCLLoss(ContrastiveLoss):
         *,
         group: dist.ProcessGroup | None = None,
         duplicates: str = "negative",
-        **options,
+        options: RingOptions = DEFAULT_OPTIONS,
     ):
         if use_horovod:
             raise ValueError("use_horovod=True: the ring runs over torch.distributed only")
@@ -184,7 +186,7 @@ class InfCLLoss(ContrastiveLoss):
                 f"world_size {world_size} with gather_with_grad=False asks for gradients that are not the exact ones; "
                 "pass local_loss=True, gather_with_grad=True"
             )
-        super().__init__("inf_cl", group=group, duplicates=duplicates, **options)
+        super().__init__("inf_cl", group=group, duplicates=duplicates, options=options)
         self.over_all = _is_over_all(rank, world_size, group)
 
 
@@ -197,7 +199,7 @@ class SigLipLoss(ContrastiveLoss):
     Args:
         cache_labels, rank, world_size, dist_impl: as in open_clip.loss.SigLipLoss; rank and world_size as in InfCLLoss.
         group: process group of the ring, instead of WORLD.
-        duplicates, **options: as in `siglip_loss`.
+        duplicates, options: as in `siglip_loss`.
 
     Raises:
         ValueError: a rank or world_size that differs from the group's.
@@ -212,9 +214,9 @@ class SigLipLoss(ContrastiveLoss):
         *,
         group: dist.ProcessGroup | None = None,
         duplicates: str = "negative",
-        **options,
+        options: RingOptions = DEFAULT_OPTIONS,
     ):
-        super().__init__("siglip", group=group, duplicates=duplicates, **options)
+        super().__init__("siglip", group=group, duplicates=duplicates, options=options)
         self.over_all = _is_over_all(rank, world_size, group)
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.loss.inputs import reject_double_backward, scalar_like, set_up
-from infcl.loss.ring import all_gather, reduce_scatter
+from infcl.loss.inputs import DEFAULT_OPTIONS, RingOptions, reject_double_backward, scalar_like, set_up
+from infcl.parallel import all_gather, reduce_scatter
 
 
 def dense_loss(
@@ -25,20 +25,20 @@ def dense_loss(
     *,
     impl: str,
     group: dist.ProcessGroup | None = None,
-    compare_ranks: bool = True,
+    options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the contrastive loss of the global batch from stored logits.
 
     Args:
         image_features, text_features, logit_scale, group: as in `inf_cl_loss`.
         impl: "clip", "open_clip" or "disco".
-        compare_ranks: as in `RingOptions`.
+        options: only compare_ranks is used.
 
     Returns:
         The loss, 0-dim, float32 or wider: the same on every rank for "clip", else the mean over this rank's rows and
         columns.
     """
-    set_up(impl, image_features, text_features, group, {"tile": "torch", "compare_ranks": compare_ranks})
+    set_up(impl, image_features, text_features, group, RingOptions(tile="torch", compare_ranks=options.compare_ranks))
     scale = scalar_like(image_features, logit_scale)
     _, rank = _world(group)
     labels = torch.arange(len(image_features), device=image_features.device) + rank * len(image_features)

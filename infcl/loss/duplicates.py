@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from infcl.kernels import Tile
-from infcl.kernels.torch_tile import Groups
+from infcl.kernels.tile import Groups
 
 DUPLICATES = ("negative", "mask", "positive")
 

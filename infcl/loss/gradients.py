@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infcl.kernels.torch_tile import Gradients
+from infcl.kernels.tile import Gradients
 from infcl.loss.inputs import Setup
 
 

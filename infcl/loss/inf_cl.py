@@ -34,10 +34,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels.torch_tile import Gradients, Groups
+from infcl.kernels.tile import Gradients, Groups
 from infcl.loss.duplicates import sum_positives, travelling
 from infcl.loss.gradients import match_cosines, ring_gradients
-from infcl.loss.inputs import Setup, outside_graphs, reject_double_backward, scalar_like, set_up
+from infcl.loss.inputs import (
+    DEFAULT_OPTIONS,
+    RingOptions,
+    Setup,
+    outside_graphs,
+    reject_double_backward,
+    scalar_like,
+    set_up,
+)
 
 
 @outside_graphs
@@ -49,7 +57,7 @@ def inf_cl_loss(
     group: dist.ProcessGroup | None = None,
     ids: Tensor | None = None,
     duplicates: str = "negative",
-    **options,
+    options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the contrastive loss of the group's global batch.
 
@@ -61,7 +69,7 @@ def inf_cl_loss(
         ids: int64 [b], equal for samples with the same image (or the same text).
         duplicates: role of entries of different samples with an equal id: "negative" (ids are not used), "mask"
             (excluded) or "positive"; defined in infcl/loss/duplicates.py.
-        **options: fields of infcl.RingOptions, such as tile_dtype="bf16".
+        options: such as infcl.RingOptions(tile_dtype="bf16").
 
     Returns:
         The loss, 0-dim, float32 (float64 for float64 matmuls). Autocast does not affect it, double backward is not
@@ -166,7 +174,7 @@ def ring_backward(
 
     def add_tile(hop: int, block: Tensor, its: list[Tensor], gradients: Gradients) -> None:
         block_lse, ids = (its[0], its[1:]) if both else (None, its)
-        groups = None if duplicates is None else duplicates.groups(*ids, weights)
+        groups = None if duplicates is None else duplicates.groups(ids[0], weights)
         if groups is None and matches is not None and hop == 0:
             groups = _entries_of(matches, len(columns))
         setup.tile.softmax_backward(setup.blocks(rows, block, scale, hop, groups), row_lse, block_lse, gradients)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.loss.inf_cl import InfCL
-from infcl.loss.inputs import outside_graphs, scalar_like, set_up
+from infcl.loss.inputs import DEFAULT_OPTIONS, RingOptions, outside_graphs, scalar_like, set_up
 
 
 @outside_graphs
@@ -32,7 +32,7 @@ def info_nce_loss(
     group: dist.ProcessGroup | None = None,
     document_ids: Tensor | None = None,
     duplicates: str = "negative",
-    **options,
+    options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the mean over this rank's queries of the cross entropy against all ranks' documents.
 
@@ -46,7 +46,7 @@ def info_nce_loss(
             their own: one with the id of its query's positive is no negative.
         duplicates: role of other documents with the id of a query's positive: "negative" (ids are not used), "mask"
             (excluded) or "positive"; defined in infcl/loss/duplicates.py.
-        **options: as in `inf_cl_loss`. The host waits for the GPU even with compare_ranks=False, to check the
+        options: as in `inf_cl_loss`. The host waits for the GPU even with compare_ranks=False, to check the
             positives.
 
     Returns:

@@ -4,18 +4,20 @@ In: the caller's features, ids and scalars. Out: a `Setup` (tile, ring and dupli
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.kernels.torch_tile import Blocks, Groups
+from infcl.kernels.tile import Blocks, Groups
 from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
+from infcl.loss.links import global_ranks, lap_length
 from infcl.loss.ring import RingExchange, checked_group
+from infcl.parallel import require_equal
 
 _LARGEST_SCALE = 1e4  # limit for Python numbers; a hundred times the scale that training uses
 _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # larger numbers would round to 2^128, which is inf
@@ -23,7 +25,7 @@ _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # larger numbers would round to 2^128,
 
 @dataclass(frozen=True)
 class RingOptions:
-    """Options of a tiled loss; every tiled loss accepts these as keywords. Results are the same up to rounding.
+    """Options of a tiled loss. Results are the same up to rounding.
 
     Attributes:
         tile: "triton" (GPU), "torch" (any device), or "auto".
@@ -44,12 +46,16 @@ class RingOptions:
     compare_ranks: bool = True
 
 
+DEFAULT_OPTIONS = RingOptions()
+
+
 class Setup(NamedTuple):
     """A checked call of a loss: how to compute it, and which entries of the logits are positives and negatives."""
 
     group: dist.ProcessGroup | None
     tile: Tile
     options: RingOptions
+    lap: int  # ranks in a lap of the ring
     needs: tuple[bool, bool]  # whether rows and columns need a gradient
     duplicates: Duplicates | None
     matches: Tensor | None = None  # int64 [r], this rank's column that matches each row; None: row i matches column i
@@ -57,7 +63,7 @@ class Setup(NamedTuple):
 
     def ring(self) -> RingExchange:
         """Return a new ring: each pass has its own, whose buffers are freed with it."""
-        return RingExchange(self.group, ring=self.options.ring, ranks_per_node=self.options.ranks_per_node)
+        return RingExchange(self.group, self.lap)
 
     def blocks(self, rows: Tensor, columns: Tensor, scale: Tensor, hop: int, groups: Groups | None) -> Blocks:
         """Return a tile's input. At hop 0 the columns are this rank's own, which have the matches."""
@@ -74,7 +80,7 @@ def set_up(
     rows: Tensor,
     columns: Tensor,
     group: dist.ProcessGroup | None,
-    options: Mapping[str, Any],
+    options: RingOptions,
     *,
     sizes: tuple[str, str] = ("rows", "rows"),
     ids: Tensor | None = None,
@@ -90,7 +96,7 @@ def set_up(
         name: name of the loss, for messages.
         rows, columns: features of this rank, [r, D] and [c, D].
         group: process group of the ring, or None.
-        options: fields of RingOptions.
+        options: of the loss.
         sizes: names of r and c; r and c must be equal if the names are.
         ids, ids_name: int64 [c] or None, see loss/duplicates; and the argument's name.
         duplicates: role of entries with an equal id.
@@ -100,22 +106,21 @@ def set_up(
     Raises:
         ValueError: on every rank if ranks differ; on this rank for invalid inputs or options, or a missing group.
     """
-    settings = RingOptions(**options)
     compared = _check_features(name, rows, columns, sizes) | check_ids(name, len(columns), ids, ids_name, duplicates)
     group = checked_group(group)
-    tile = select_tile(rows, tile=settings.tile, tile_dtype=settings.tile_dtype)
-    if settings.workspace_bytes < 1:
-        raise ValueError(f"{name}: workspace_bytes {settings.workspace_bytes} must be positive")
+    tile = select_tile(rows, tile=options.tile, tile_dtype=options.tile_dtype)
+    if options.workspace_bytes < 1:
+        raise ValueError(f"{name}: workspace_bytes {options.workspace_bytes} must be positive")
     # Ranks must agree on requires_grad: a side's gradient travels only if it is needed.
     needs = (torch.is_grad_enabled() and rows.requires_grad, torch.is_grad_enabled() and columns.requires_grad)
-    setup = Setup(group, tile, settings, needs, None, matches, both)
-    ring = setup.ring()  # rejects a ring that does not fit the group
-    if settings.compare_ranks:
-        compared |= {"ranks in a lap": ring.lap, "dtype": rows.dtype, "dtype of products": tile.operand_dtype}
+    lap = lap_length(global_ranks(group), ring=options.ring, ranks_per_node=options.ranks_per_node)
+    setup = Setup(group, tile, options, lap, needs, None, matches, both)
+    if options.compare_ranks:
+        compared |= {"ranks in a lap": lap, "dtype": rows.dtype, "dtype of products": tile.operand_dtype}
         compared |= {"tf32 products": tile.tf32, "validity of inputs": not invalid}
         compared |= {"requires_grad of rows": needs[0], "requires_grad of columns": needs[1]}
         try:
-            ring.require_equal(name, compared, rows.device)
+            require_equal(group, name, compared, rows.device)
         except ValueError as error:
             raise ValueError(f"{error}; {invalid}" if invalid else str(error)) from None
     if invalid:

@@ -49,6 +49,11 @@ def lap_length(ranks: list[int], *, ring: str, ranks_per_node: int | None) -> in
     return len(ranks) if lap == 1 else lap  # one rank per node: the flat ring is the ring of nodes
 
 
+def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group, [0] for None (a single process)."""
+    return [0] if group is None else dist.get_process_group_ranks(group)
+
+
 _second_groups: WeakKeyDictionary = WeakKeyDictionary()
 
 

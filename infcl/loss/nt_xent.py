@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infcl.loss.duplicates import find_duplicates
 from infcl.loss.inf_cl import InfCL
-from infcl.loss.inputs import outside_graphs, scalar_like, set_up
+from infcl.loss.inputs import DEFAULT_OPTIONS, RingOptions, outside_graphs, scalar_like, set_up
 
 
 @outside_graphs
@@ -27,13 +27,13 @@ def nt_xent_loss(
     logit_scale: Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
-    **options,
+    options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the mean over this rank's 2b views of the cross entropy against all ranks' views.
 
     Args:
         first_views, second_views: [b, D]; row i of both is the same sample.
-        logit_scale, group, **options: as in `inf_cl_loss`.
+        logit_scale, group, options: as in `inf_cl_loss`.
 
     Returns:
         The loss, 0-dim, float32 or wider.

@@ -25,16 +25,15 @@ the computation of G blocks, except the last message of the results. The cost is
 for a result. The first part of each later lap needs memory too, because both buffers of the hops are then in use.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infcl.loss.links import lap_length, second_group
+from infcl.loss.links import global_ranks, second_group
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,31 +51,22 @@ class RingExchange:
 
     The ring owns received tensors. One is valid until the next `post` of its name that does not send it on, at most
     until the end of the pass. A group runs one pass at a time. Do not write to a posted tensor before the `wait` of its
-    name. All ranks must post and wait in the same order, with equal shapes (`require_equal` checks them).
+    name. All ranks must post and wait in the same order, with equal shapes (`parallel.require_equal` checks them).
 
     With gloo, a message that fails or exceeds the group's timeout raises RuntimeError with the step and the peer. With
     NCCL the host does not wait: the watchdog aborts the process after the timeout.
 
     Args:
         group: process group, None for a single process.
-        ring, ranks_per_node: "flat", "two-level" or "auto" (see links.lap_length).
-
-    Raises:
-        ValueError: unknown ring, or a two-level ring that does not fit the group.
+        lap: ranks in a lap (see links.lap_length); None: all, a flat ring.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        ring: str = "flat",
-        ranks_per_node: int | None = None,
-    ):
+    def __init__(self, group: dist.ProcessGroup | None, lap: int | None = None):
         self.group = group
-        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self.ranks = global_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = len(self.ranks)
-        self.lap = lap_length(self.ranks, ring=ring, ranks_per_node=ranks_per_node)
+        self.lap = self.world_size if lap is None else lap
         self.laps = self.world_size // self.lap
         first, turn = self.rank - self.rank % self.lap, self.rank % self.lap  # first rank of this node, and local rank
         to, source = (self.ranks[first + (turn + step) % self.lap] for step in (1, -1))
@@ -169,36 +159,6 @@ class RingExchange:
                 raise self._failure(name, peer, error) from error
         return received
 
-    def require_equal(self, what: str, values: Mapping[str, int | torch.dtype], device: torch.device) -> None:
-        """Check that all ranks have equal values.
-
-        Costs one all-gather of len(values) integers; a dtype is compared by the checksum of its name.
-
-        Raises:
-            ValueError: values differ; raised on every rank, with all ranks' values.
-            RuntimeError: on CPUs, if a rank does not join.
-        """
-        if self.world_size == 1:
-            return
-        numbers = [crc32(str(v).encode()) if isinstance(v, torch.dtype) else v for v in values.values()]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-        gathered = mine.new_empty(self.world_size * len(values))
-        try:
-            all_gather(gathered, mine, group=self.group)
-        except RuntimeError as error:
-            if device.type == "cuda":  # an error of earlier GPU work; NCCL's timeouts do not raise here
-                raise
-            raise RuntimeError(
-                f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks "
-                f"{self.ranks} (global ranks): one of them ended, hangs, or did not get so far. {error}"
-            ) from error
-        for name, per_rank in zip(values, gathered.view(self.world_size, -1).T.tolist()):
-            if len(set(per_rank)) > 1:
-                wanted = name if isinstance(values[name], bool | torch.dtype) else f"number of {name}"
-                if isinstance(values[name], torch.dtype):
-                    dist.all_gather_object(per_rank, str(values[name]), group=self.group)
-                raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")
-
     @cached_property
     def _across(self) -> Link:
         """Return the link to the next node, on its own connections, which are created on first use."""
@@ -225,11 +185,6 @@ class RingExchange:
         # The copy frees the buffer for the next lap's hops.
         total = combine(self.wait(across), total) if across in self._pending else total.clone()
         self.post(across, total, self._across)
-
-
-# torch 2.13 renamed the two; calling the old names warns on every rank.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

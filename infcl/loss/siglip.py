@@ -17,10 +17,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels.torch_tile import Gradients
+from infcl.kernels.tile import Gradients
 from infcl.loss.duplicates import travelling
 from infcl.loss.gradients import match_cosines, ring_gradients
-from infcl.loss.inputs import Setup, outside_graphs, reject_double_backward, scalar_like, set_up
+from infcl.loss.inputs import (
+    DEFAULT_OPTIONS,
+    RingOptions,
+    Setup,
+    outside_graphs,
+    reject_double_backward,
+    scalar_like,
+    set_up,
+)
 
 
 @outside_graphs
@@ -33,7 +41,7 @@ def siglip_loss(
     group: dist.ProcessGroup | None = None,
     ids: Tensor | None = None,
     duplicates: str = "negative",
-    **options,
+    options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the sigmoid loss of the group's global batch.
 
@@ -45,7 +53,7 @@ def siglip_loss(
         ids: int64 [b], equal for samples with the same image (or the same text).
         duplicates: entries of different samples with an equal id have the sign -1 ("negative") or +1 ("positive"), or
             are excluded ("mask"); defined in infcl/loss/duplicates.py.
-        **options: fields of infcl.RingOptions.
+        options: as in `inf_cl_loss`.
 
     Returns:
         The sum of the losses over this rank's rows and all columns, divided by b; 0-dim, float32 (float64 for float64

@@ -1,6 +1,14 @@
 """Ranks, process groups, rendezvous and heartbeat: the only package that reads the launcher's environment."""
 
-from infcl.parallel.collectives import from_first_rank, join_parts, max_over, mean_over
+from infcl.parallel.collectives import (
+    all_gather,
+    from_first_rank,
+    join_parts,
+    max_over,
+    mean_over,
+    reduce_scatter,
+    require_equal,
+)
 from infcl.parallel.environment import read_environment, read_ranks_per_node
 from infcl.parallel.groups import (
     Parallel,
@@ -16,6 +24,7 @@ from infcl.parallel.seeds import micro_batch_seed, seed_everything
 
 __all__ = [
     "Parallel",
+    "all_gather",
     "describe_failure",
     "describe_ranks",
     "destroy_parallel",
@@ -29,7 +38,9 @@ __all__ = [
     "ranks_of_host",
     "read_environment",
     "read_ranks_per_node",
+    "reduce_scatter",
     "report_mistake",
+    "require_equal",
     "seed_everything",
     "why_no_gpu",
 ]

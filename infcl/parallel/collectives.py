@@ -1,13 +1,18 @@
-"""Small collectives: mean, maximum, gather over tensor-parallel ranks, and sharing of a result or an error."""
+"""Small collectives: mean, maximum, gathers, and sharing or comparing of values, results and errors."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from infcl.parallel.groups import Parallel
+
+# torch 2.13 renamed the two; calling the old names warns on every rank.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _Answer = TypeVar("_Answer")
 
@@ -62,7 +67,7 @@ def join_parts(parallel: Parallel, part: torch.Tensor) -> torch.Tensor:
     assert group is not None, "None would be all ranks"
     shape = parallel.tp_size * len(part), *part.shape[1:]
     whole = torch.empty(shape, dtype=part.dtype, device=part.device, pin_memory=part.is_pinned())
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    all_gather(whole, part.contiguous(), group=group)
     return whole
 
 
@@ -78,3 +83,37 @@ def max_over(group: dist.ProcessGroup | None, values: Sequence[float], device: t
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest.tolist()
+
+
+def require_equal(
+    group: dist.ProcessGroup | None, what: str, values: Mapping[str, int | torch.dtype], device: torch.device
+) -> None:
+    """Check that all ranks of `group` have equal values; None is a single process. Collective.
+
+    Costs one all-gather of len(values) integers; a dtype is compared by the checksum of its name.
+
+    Raises:
+        ValueError: values differ; raised on every rank, with all ranks' values.
+        RuntimeError: on CPUs, if a rank does not join.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    numbers = [crc32(str(v).encode()) if isinstance(v, torch.dtype) else v for v in values.values()]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    gathered = mine.new_empty(dist.get_world_size(group) * len(values))
+    try:
+        all_gather(gathered, mine, group=group)
+    except RuntimeError as error:
+        if device.type == "cuda":  # an error of earlier GPU work; NCCL's timeouts do not raise here
+            raise
+        raise RuntimeError(
+            f"{what}: rank {dist.get_rank()} could not compare its {', '.join(values)} with those of ranks "
+            f"{dist.get_process_group_ranks(group)} (global ranks): one of them ended, hangs, or did not get so far. "
+            f"{error}"
+        ) from error
+    for name, per_rank in zip(values, gathered.view(-1, len(values)).T.tolist()):
+        if len(set(per_rank)) > 1:
+            wanted = name if isinstance(values[name], bool | torch.dtype) else f"number of {name}"
+            if isinstance(values[name], torch.dtype):
+                dist.all_gather_object(per_rank, str(values[name]), group=group)
+            raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")

@@ -9,8 +9,6 @@ import os
 import re
 from pathlib import Path
 
-import psutil
-
 # each launcher's variables for (rank, world size, local rank); the first launcher whose rank is set is used
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # deepspeed, torchrun
@@ -72,6 +70,8 @@ def deepspeed_runner() -> int | None:
 
 def parent_of(process: int) -> int | None:
     """Return the parent's process id: 0 if it is outside this container, None if the process has ended."""
+    import psutil  # the library's losses import this package with torch alone
+
     try:
         return psutil.Process(process).ppid()
     except psutil.Error:
@@ -92,6 +92,8 @@ def require_hostfile() -> None:
     hostfile = flags.parse_known_args(_command(runner))[0].hostfile
     if hostfile is None:
         return
+    import psutil
+
     try:
         if (Path(psutil.Process(runner).cwd()) / hostfile).is_file():
             return
@@ -102,6 +104,8 @@ def require_hostfile() -> None:
 
 def _command(process: int) -> list[str]:
     """Return the words of a process's command line, or [] if it cannot be read."""
+    import psutil
+
     try:
         return psutil.Process(process).cmdline()
     except psutil.Error:

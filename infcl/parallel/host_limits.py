@@ -9,18 +9,20 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 _PROCESS = Path("/proc/self")
 
 
 def host_memory_bytes() -> float:
     """Return the memory of this node, or of the tightest control group around this process, in bytes."""
+    import psutil
+
     return min([float(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
 
 
 def available_host_bytes() -> float:
     """Return the free bytes of this node, or of the tightest control group; page cache counts as free."""
+    import psutil
+
     left = [limit - _used(group) for limit, group in _memory_limits()]
     return min([float(psutil.virtual_memory().available), *left])
 

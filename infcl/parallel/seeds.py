@@ -4,7 +4,6 @@ import os
 import random
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -17,6 +16,8 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
             choose the shapes of their kernels by rule instead of by timing. Unlike torch's default, uninitialised
             memory is not filled: nothing reads it, and filling buckets would take most of a small model's step.
     """
+    import numpy as np
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -30,5 +31,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int, dp_rank: int) -> int:
     """Return the seed for encoding a micro-batch: equal in both passes, distinct per (step, rank, index)."""
+    import numpy as np
+
     words = np.random.SeedSequence((seed, step, micro_batch, dp_rank)).generate_state(2)
     return int(words[0]) << 31 ^ int(words[1])

@@ -26,6 +26,7 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
+from infcl.loss.inputs import RingOptions
 from infcl.models.clip import build_towers
 from infcl.models.config import CLIPConfig, check_divides, load_any_config
 from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config
@@ -191,9 +192,7 @@ def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
         config.loss,
         captions=config.captions_per_image if config.texts_per_image > 1 else None,
         group=parallel.dp_group if parallel.tp_group is None else dist.group.WORLD,
-        tile=config.tile,
-        tile_dtype=spec.tile_dtype,
-        ranks_per_node=parallel.ranks_per_node,
+        options=RingOptions(config.tile, spec.tile_dtype, ranks_per_node=parallel.ranks_per_node),
         duplicates=config.duplicates_and_by[0],
         fixed_shape=True,
     )

@@ -13,8 +13,7 @@ import torch
 
 from infcl.checkpoint.run_folder import why_not_written
 from infcl.config import counted
-from infcl.loss.ring import all_gather
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, all_gather
 from infcl.step.grad_cache import StepOutput
 from infcl.step.offload import PixelCache
 

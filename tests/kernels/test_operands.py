@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infcl.kernels import select_tile
-from infcl.loss.inputs import as_operand, rounded_to_tf32
+from infcl.loss.inputs import RingOptions, as_operand, rounded_to_tf32
 from tests.lib.loss_oracle import LIBRARY, Case, evaluate, features, oracle, relative_error
 
 BITS = 11  # of a tf32 number, the leading one included
@@ -74,5 +74,6 @@ def test_all_tiled_losses_round(name):
     """Features that tf32 holds give what they give; others what their rounded ones give."""
     pair = features("random", 20, 24)
     loss = partial(LIBRARY[name], group=None)
-    rounded = loss(*map(rounded_to_tf32, pair), tile_dtype="fp32")
-    assert loss(*pair, tile_dtype="tf32") == rounded != loss(*pair, tile_dtype="fp32")
+    rounded = loss(*map(rounded_to_tf32, pair), options=RingOptions(tile_dtype="fp32"))
+    tf32, fp32 = (loss(*pair, options=RingOptions(tile_dtype=dtype)) for dtype in ("tf32", "fp32"))
+    assert tf32 == rounded != fp32

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infcl.kernels import select_tile, torch_tile
-from infcl.kernels.torch_tile import Blocks, Gradients
+from infcl.kernels.tile import Blocks, Gradients
 from tests.lib.live_bytes import TILED_LOSSES, require_constant_bytes_per_row
 
 

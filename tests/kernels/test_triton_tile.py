@@ -9,19 +9,21 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 
-from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss
+from infcl import RingOptions, inf_cl_loss, info_nce_loss, nt_xent_loss
 from infcl.kernels import select_tile, torch_tile
-from infcl.kernels.torch_tile import Blocks, Gradients
+from infcl.kernels.tile import Blocks, Gradients
 from infcl.loss.inputs import rounded_to_tf32
 from tests.lib.checkout import ROOT
 from tests.lib.live_bytes import TILED_LOSSES, require_constant_bytes_per_row
 from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
 
+TRITON = RingOptions(tile="triton")
 SHAPES = ((1, 1, 24), (33, 70, 25), (150, 300, 40))
 
 
@@ -104,7 +106,7 @@ def check_features_that_start_anywhere_in_memory(device):
         (expected, d_expected), (value, d_value) = (
             (loss.detach(), torch.autograd.grad(2.0**10 * loss, buffer)[0])
             for buffer in (flat.requires_grad_(), shifted.requires_grad_())
-            for loss in [inf_cl_loss(*buffer.view(2, 6, 24), 10.0, tile="triton")]
+            for loss in [inf_cl_loss(*buffer.view(2, 6, 24), 10.0, options=TRITON)]
         )
         rounding = (
             {"rtol": 1e-5, "atol": 1e-4} if (device, dtype) == ("cuda", torch.float32) else {"rtol": 0, "atol": 0}
@@ -116,7 +118,8 @@ def check_features_that_start_anywhere_in_memory(device):
 def check_a_workspace_of_one_byte(device):
     images, texts = (side.to(device) for side in features("random", 20, 24))
     small, usual = (
-        inf_cl_loss(images.requires_grad_(), texts, 10.0, tile="triton", workspace_bytes=size) for size in (1, 2**20)
+        inf_cl_loss(images.requires_grad_(), texts, 10.0, options=RingOptions("triton", workspace_bytes=size))
+        for size in (1, 2**20)
     )
     gradients = [torch.autograd.grad(loss, images)[0] for loss in (small, usual)]
     torch.testing.assert_close((small, gradients[0]), (usual, gradients[1]))
@@ -133,13 +136,34 @@ def check_huge_norms_stay_finite(device):
         images.requires_grad_(), texts.requires_grad_()
         positives = torch.arange(len(images), device=device)
         for loss in (
-            inf_cl_loss(images, texts, 100.0, tile="triton"),
-            info_nce_loss(images, texts, positives, 100.0, tile="triton"),
-            nt_xent_loss(images, texts, 100.0, tile="triton"),
+            inf_cl_loss(images, texts, 100.0, options=TRITON),
+            info_nce_loss(images, texts, positives, 100.0, options=TRITON),
+            nt_xent_loss(images, texts, 100.0, options=TRITON),
         ):
             gradients = torch.autograd.grad(loss, (images, texts))
             assert loss.isfinite() and loss >= 0
             assert gradients[0].isfinite().all() and gradients[1].isfinite().all()
+
+
+def check_one_huge_norm_is_reported(device):
+    """It sends all other rows through the slow repair. Results stay right; normalised features are not reported."""
+    rows, columns = (side.to(device) for side in features("random", 70, 24))
+    longest = rows.clone()
+    longest[3] *= 1e4
+    scale = torch.tensor(100.0, device=device)
+    for side, expected in ((rows, 0), (longest, 1)):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            mock.patch("infcl.kernels.triton_forward._calls", itertools.count(8)),
+        ):
+            warnings.simplefilter("always")
+            given = Blocks(side, columns, scale, False, 2**20)
+            statistics = [select_tile(side, tile="triton").softmax_forward(given) for _ in range(2)]  # calls 8 and 9
+        exact = torch_tile.softmax_forward(Blocks(side.double(), columns.double(), scale.double(), False, 2**20))
+        for value, true in zip(statistics[0], exact):
+            torch.testing.assert_close(value.double(), true, rtol=2e-6, atol=3e-5)
+        messages = [str(one.message) for one in caught if "second time" in str(one.message)]
+        assert len(messages) == expected and all("1e+04" in message and "99%" in message for message in messages)
 
 
 def check_whole_loss(device):
@@ -171,7 +195,7 @@ def check_gradients_of_sixteen_bit_features(device):
     for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
         for kind in ("random", "training", "apart"):
             images, texts = (side.to(device).requires_grad_() for side in features(kind, 150, 100, dtype))
-            loss = inf_cl_loss(images, texts, 100.0, tile="triton", workspace_bytes=2**16)
+            loss = inf_cl_loss(images, texts, 100.0, options=RingOptions("triton", workspace_bytes=2**16))
             value = torch.autograd.grad(2.0**16 * loss, (images, texts))
             reference = oracle(Case("inf_cl", 150, 100, 100.0, kind, dtype))
             for gradient, true in zip(value, (reference.d_images, reference.d_texts)):
@@ -325,7 +349,7 @@ def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
         images, texts = (torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        inf_cl_loss(images, texts, 10.0, workspace_bytes=workspace_bytes).backward()
+        inf_cl_loss(images, texts, 10.0, options=RingOptions(workspace_bytes=workspace_bytes)).backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         assert len(peaks) == 1 or peaks[-1] < workspace_bytes + 24 * rows * dim + 2**24
     assert peaks[3] - peaks[2] < 2.2 * (peaks[2] - peaks[1]) + 2**20

@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl import RingOptions, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.captions import captions_loss
 
 _WORKSPACE_BYTES = {"torch": 2**10, "triton": 2**8}  # one Triton tile is more
@@ -51,11 +51,11 @@ def require_constant_bytes_per_row(name: str, tile: str, device: str = "cpu") ->
 
     The slope between n and 2n rows equals that between 2n and 4n within 10%, after the forward and after the backward.
     """
-    counts, peaks = (64, 128, 256), []
+    counts, peaks, options = (64, 128, 256), [], RingOptions(tile, workspace_bytes=_WORKSPACE_BYTES[tile])
     for rows in counts:
         images, texts = (torch.randn(rows, 8, device=device, requires_grad=True) for _ in range(2))
         with LiveBytes() as live:
-            loss = TILED_LOSSES[name](images, texts, tile=tile, workspace_bytes=_WORKSPACE_BYTES[tile])
+            loss = TILED_LOSSES[name](images, texts, options=options)
             forward = live.most
             loss.backward()
         peaks.append((forward, live.most))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl import InfCLLoss, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl import InfCLLoss, RingOptions, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.contrastive import ContrastiveLoss
 from tests.lib.ranks import run_ranks
 
@@ -175,7 +175,8 @@ def evaluate(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
     scalar = {"dtype": torch.promote_types(case.dtype, torch.float32), "device": device, "requires_grad": True}
     scale, bias = torch.tensor(case.scale, **scalar), torch.tensor(case.bias, **scalar)
     group = dist.group.WORLD if world_size > 1 else None
-    options = {"group": group, "workspace_bytes": case.workspace_bytes, **options}
+    options = {"workspace_bytes": case.workspace_bytes, **options}
+    options = {"group": group, "options": RingOptions(**options)}
     if case.name == "nt_xent":
         value = nt_xent_loss(images, texts, scale, **options)
     elif case.name == "info_nce":

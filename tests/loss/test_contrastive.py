@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from infcl import info_nce_loss
+from infcl import RingOptions, info_nce_loss
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
 from infcl.loss.gradients import add_rows
-from infcl.loss.ring import RingExchange
+from infcl.parallel import require_equal
 from tests.lib.loss_oracle import LIBRARY, features
 from tests.lib.ranks import rejected, run_ranks
 
@@ -47,8 +47,7 @@ def test_losses_stay_inside_the_group_they_are_given():
 
 def counted_comparisons():
     """A context: how often ranks compare their shapes in it."""
-    plain = RingExchange.require_equal
-    return mock.patch.object(RingExchange, "require_equal", autospec=True, side_effect=plain)
+    return mock.patch("infcl.loss.inputs.require_equal", side_effect=require_equal)
 
 
 def _fixed_shape(rank, world_size, name):
@@ -104,7 +103,7 @@ def _comparisons(rank, world_size):
         for name, loss in LIBRARY.items():
             counts, values = [], []
             for compare_ranks in (True, False):
-                values.append(loss(*pairs, group=dist.group.WORLD, compare_ranks=compare_ranks))
+                values.append(loss(*pairs, group=dist.group.WORLD, options=RingOptions(compare_ranks=compare_ranks)))
                 counts.append(compared.call_count)
                 compared.reset_mock()
             found[name] = (*counts, bool(torch.equal(*values)))
@@ -155,7 +154,7 @@ def _twice(rank, world_size):
     for name, loss in losses.items():
         results = []
         for _ in range(2):
-            value = loss(*pairs, group=group, tile_dtype="bf16")
+            value = loss(*pairs, group=group, options=RingOptions(tile_dtype="bf16"))
             results.append((value.detach(), *torch.autograd.grad(value, pairs)))
         same[name] = all(torch.equal(a, b) for a, b in zip(*results))
     return same

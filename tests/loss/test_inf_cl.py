@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from infcl import InfCLLoss, inf_cl_loss
+from infcl import InfCLLoss, RingOptions, inf_cl_loss
 from infcl.loss.contrastive import LOSSES, TILED
 from infcl.loss.inf_cl import ring_backward, ring_forward
 from infcl.loss.inputs import set_up
@@ -51,7 +51,7 @@ def test_upstream_gradient_multiplies_all_gradients():
 def test_ring_functions_need_no_autograd():
     images, texts = features("random", 11, 24, torch.float64)
     scale = torch.tensor(5.0, dtype=torch.float64)
-    setup = set_up("inf_cl", images.requires_grad_(), texts.requires_grad_(), None, {"workspace_bytes": 1000})
+    setup = set_up("inf_cl", images.requires_grad_(), texts.requires_grad_(), None, RingOptions(workspace_bytes=1000))
     images, texts = images.detach(), texts.detach()
     losses, cosines, _ = ring_forward(images, texts, scale, setup)
     logits = scale * images @ texts.T

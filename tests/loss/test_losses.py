@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from infcl import inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl import RingOptions, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
 from infcl.loss.captions import captions_loss
 from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, global_batch, oracle, over_ranks, relative_error
 from tests.lib.ranks import rejected, run_ranks
@@ -199,6 +200,10 @@ TWO = torch.tensor([0, 1])
 QUERIES, DOCUMENTS = torch.ones(2, 8), torch.ones(3, 8)
 
 
+def _with(**options):
+    return partial(inf_cl_loss, options=RingOptions(**options))
+
+
 @pytest.mark.parametrize(
     "loss, arguments, options, message",
     [
@@ -206,13 +211,28 @@ QUERIES, DOCUMENTS = torch.ones(2, 8), torch.ones(3, 8)
         (inf_cl_loss, (torch.zeros(4, 8), torch.zeros(4, 9), 1.0), {}, r"\(4, 8\), \(4, 9\)"),
         (inf_cl_loss, (torch.zeros(0, 8), torch.zeros(0, 8), 1.0), {}, r"\(0, 8\)"),
         (inf_cl_loss, (torch.zeros(8), torch.zeros(8), 1.0), {}, r"\(8,\)"),
-        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"tile": "cuda"}, "unknown tile 'cuda'"),
-        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"tile_dtype": "int8"}, "'int8'"),
+        (_with(tile="cuda"), (IMAGES, TEXTS, 1.0), {}, "unknown tile 'cuda'"),
+        (_with(tile_dtype="int8"), (IMAGES, TEXTS, 1.0), {}, "'int8'"),
         (inf_cl_loss, (IMAGES, TEXTS, IMAGES), {}, r"\(5, 24\)"),
         (inf_cl_loss, (IMAGES, TEXTS.to("meta"), 1.0), {}, "on one device; got cpu, meta"),
-        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"workspace_bytes": 0}, "workspace_bytes 0 must be positive"),
-        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"ring": "two"}, "unknown ring 'two'"),  # of one rank as of several
-        (inf_cl_loss, (IMAGES, TEXTS, 1.0), {"tile": "triton"}, "needs features on a GPU, not on cpu"),
+        (
+            inf_cl_loss,
+            (IMAGES, TEXTS, 1.0),
+            {"options": RingOptions(workspace_bytes=0)},
+            "workspace_bytes 0 must be positive",
+        ),
+        (
+            inf_cl_loss,
+            (IMAGES, TEXTS, 1.0),
+            {"options": RingOptions(ring="two")},
+            "unknown ring 'two'",
+        ),  # of one rank as of several
+        (
+            inf_cl_loss,
+            (IMAGES, TEXTS, 1.0),
+            {"options": RingOptions(tile="triton")},
+            "needs features on a GPU, not on cpu",
+        ),
         (inf_cl_loss, (IMAGES, TEXTS, 1.6e6), {}, "expected"),  # exp of what is the scale already
         (inf_cl_loss, (IMAGES, TEXTS, math.nan), {}, "expected"),
         (info_nce_loss, (QUERIES, DOCUMENTS, torch.tensor([1, 3]), 1.0), {}, r"1\.\.3; .* documents are 0\.\.2"),
@@ -260,9 +280,11 @@ def _differ(rank, world_size):
         "'torch.float64'": lambda: inf_cl_loss(images.to(wide), texts.to(wide), 1.0, **group),
         "'torch.bfloat16', 'torch.float16'": lambda: inf_cl_loss(images.to(half), texts.to(half), 1.0, **group),
         "same dtype of products": lambda: inf_cl_loss(
-            images, texts, 1.0, tile_dtype="bf16" if first else "fp16", **group
+            images, texts, 1.0, options=RingOptions(tile_dtype="bf16" if first else "fp16"), **group
         ),
-        "same tf32 products": lambda: inf_cl_loss(images, texts, 1.0, tile_dtype="fp32" if first else "tf32", **group),
+        "same tf32 products": lambda: inf_cl_loss(
+            images, texts, 1.0, options=RingOptions(tile_dtype="fp32" if first else "tf32"), **group
+        ),
         "inf_cl needs the same requires_grad of columns": lambda: inf_cl_loss(images, locked, 1.0, **group),
         "siglip needs the same requires_grad of columns": lambda: siglip_loss(images, locked, 1.0, 0.0, **group),
         "info_nce needs the same requires_grad of columns": lambda: info_nce_loss(

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl import inf_cl_loss, kernels
+from infcl import RingOptions, inf_cl_loss, kernels
 from infcl.loss.contrastive import LOSSES
 from infcl.loss.links import second_group
 from tests.lib import gpus
@@ -94,7 +94,9 @@ def _peaks(rank: int, world_size: int, port: int, folder: str, options: dict) ->
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        inf_cl_loss(*pair, 10.0, group=dist.group.WORLD, workspace_bytes=2 * WORKSPACE_BYTES, **options).backward()
+        inf_cl_loss(
+            *pair, 10.0, group=dist.group.WORLD, options=RingOptions(workspace_bytes=2 * WORKSPACE_BYTES, **options)
+        ).backward()
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     torch.save(peaks[1:], f"{folder}/{rank}.pt")
@@ -139,7 +141,7 @@ def _hang(rank: int, world_size: int, port: int, folder: str) -> None:
     for step in range(4):
         if (rank, step) == (1, 3):
             time.sleep(600)
-        loss = inf_cl_loss(*features, 50.0, group=dist.group.WORLD, compare_ranks=step == 0)
+        loss = inf_cl_loss(*features, 50.0, group=dist.group.WORLD, options=RingOptions(compare_ranks=step == 0))
         loss.backward()
         loss.item()
 

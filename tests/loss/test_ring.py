@@ -12,11 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl import inf_cl_loss
-from infcl.loss.links import lap_length, second_group
+from infcl import RingOptions, inf_cl_loss
+from infcl.loss.links import global_ranks, lap_length, second_group
 from infcl.loss.ring import RingExchange
 from tests.lib.loss_oracle import LIBRARY, features
 from tests.lib.ranks import run_ranks
+
+
+def _ring(group, *, ring="flat", ranks_per_node=None):
+    return RingExchange(group, lap_length(global_ranks(group), ring=ring, ranks_per_node=ranks_per_node))
 
 
 def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
@@ -34,7 +38,7 @@ def _go_round(ring: RingExchange, rank: int) -> tuple[list, list]:
 
 
 def _go_round_world(rank, world_size, options):
-    return _go_round(RingExchange(dist.group.WORLD, **options), rank)
+    return _go_round(_ring(dist.group.WORLD, **options), rank)
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (4, 2)])
@@ -79,7 +83,7 @@ def test_one_part_at_a_time_has_memory_of_its_own(name):
 
 def _count_messages(rank, world_size, options):
     """(to a rank of the same node, to another node) of one pass with a block and a result."""
-    ring = RingExchange(dist.group.WORLD, **options)
+    ring = _ring(dist.group.WORLD, **options)
     sent = []
     post = ring.post
 
@@ -122,7 +126,7 @@ def test_an_impossible_two_level_ring_is_rejected_with_the_numbers():
     with pytest.raises(ValueError, match="needs ranks_per_node"):
         lap_length(list(range(6)), ring="two-level", ranks_per_node=None)
     with pytest.raises(ValueError, match="ranks_per_node 0 must be"):
-        RingExchange(None, ranks_per_node=0)
+        lap_length([0], ring="auto", ranks_per_node=0)
 
 
 def _leave(rank, world_size, folder, how):
@@ -163,7 +167,7 @@ def _never_come(rank, world_size, comes_to, compare_ranks):
         return "never came"
     loss = None
     try:
-        loss = inf_cl_loss(images, texts, 10.0, group=group, compare_ranks=compare_ranks)
+        loss = inf_cl_loss(images, texts, 10.0, group=group, options=RingOptions(compare_ranks=compare_ranks))
         if rank == 1:
             return "never came"
         loss.backward()
@@ -215,13 +219,13 @@ def _two_level_among_other_groups(rank, world_size):
     options = {"ring": "two-level", "ranks_per_node": 2}
     groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in (range(8), range(4), [1, 3])]
     everyone, four, two = groups
-    found = [_go_round(RingExchange(everyone, **options), rank)[1]]
+    found = [_go_round(_ring(everyone, **options), rank)[1]]
     if rank < 4:
-        found.append(_error(lambda: _go_round(RingExchange(four, **options), rank)))
+        found.append(_error(lambda: _go_round(_ring(four, **options), rank)))
     if rank in (1, 3):
         dist.destroy_process_group(two)
     if rank < 4:
-        found.append(_go_round(RingExchange(four, **options), rank)[1])
+        found.append(_go_round(_ring(four, **options), rank)[1])
     for group in [everyone, four][: 2 if rank < 4 else 1]:
         dist.destroy_process_group(second_group(group))
         dist.destroy_process_group(group)

@@ -12,6 +12,7 @@ from benchmarks.rows import rows as rows_of
 from infcl.config import BatchPlan, TrainConfig
 from infcl.config.preset import read_preset
 from infcl.loss.contrastive import ContrastiveLoss
+from infcl.loss.inputs import RingOptions
 from infcl.models import CLIP, load_model_config
 from infcl.plan.memory import (
     activation_bytes,
@@ -123,9 +124,10 @@ def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring):
     generator = torch.Generator().manual_seed(rank)
     sides = [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
     module = ContrastiveLoss(
-        loss, group=torch.distributed.group.WORLD, tile="torch", tile_dtype=tile_dtype, workspace_bytes=2**14,
-        ring=ring, ranks_per_node=2,
-    )  # fmt: skip
+        loss,
+        group=torch.distributed.group.WORLD,
+        options=RingOptions("torch", tile_dtype, workspace_bytes=2**14, ring=ring, ranks_per_node=2),
+    )
     with LiveBytes() as live:
         module(*sides, torch.tensor(10.0), torch.tensor(-5.0)).backward()
     return live.most
