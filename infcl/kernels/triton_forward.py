@@ -15,9 +15,6 @@ again, so the accuracy does not depend on the bound.
 Sizes: r rows, c columns, D features. There are no atomics: all sums have a fixed order and are bitwise reproducible.
 """
 
-import itertools
-import warnings
-
 import torch
 import triton
 import triton.language as tl
@@ -53,28 +50,8 @@ def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
     rows, columns, scale = blocks[:3]
     shift = reference(*squared_norms(rows, columns), scale)
     row_lse, col_lse = finish(*_tile_sums(blocks, shift), shift)
-    looks = _is_power_of_two(next(_calls)) and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
-    if looks and bool(shift.isfinite() & (row_lse.isnan().float().mean() > 0.5)):
-        warnings.warn(_slow_repair(blocks, row_lse.isnan().float().mean(), shift), stacklevel=2)
     _repair(blocks, row_lse, col_lse)
     return row_lse, col_lse
-
-
-_calls = itertools.count(1)  # looking at the statistics makes the host wait, so only calls 1, 2, 4, 8, ... do
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _slow_repair(blocks: Blocks, share: Tensor, shift: Tensor) -> str:
-    norms = [features.float().norm(dim=1) for features in (blocks.rows, blocks.columns)]
-    largest, typical = ([f"{float(of):.3g}" for of in found] for found in zip(*((n.max(), n.median()) for n in norms)))
-    return (
-        f"the loss computes {float(share):.0%} of the rows a second time, in a slower way: their logits are far below "
-        f"the bound given by the largest norms, {' and '.join(largest)} (median {' and '.join(typical)}), and the "
-        f"scale {float(blocks.scale):.3g}. Normalise the features to unit length."
-    )
 
 
 def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
