@@ -1,84 +1,33 @@
-"""Randomness through the whole step: with dropout on, every stage and every way to run the two passes gives the update
-of one process that encodes each micro-batch once, under its seed, and takes the loss of the whole batch."""
+"""The towers through the whole step: with patch dropout on, every stage and every way to run the two passes gives the
+update of one process that encodes each micro-batch once, under its seed, and takes the loss of the whole batch."""
 
 from contextlib import nullcontext
 
 import pytest
-import torch
 
-from infcl.config import BatchPlan
-from tests.lib.engine_steps import settings
 from tests.lib.fp16 import fp16_allowed, fp16_preset
 from tests.lib.ranks import run_ranks
 from tests.lib.step_matrix import (
-    DROPOUT,
-    MICRO_BATCH_SIZE,
-    MICRO_BATCHES,
     demo_batch,
     demo_model,
     gradients_in_one_process,
     step_of_the_towers,
-    weights_after_a_step,
 )
 from tests.lib.step_oracle import (
     LR,
-    ToyCLIP,
     adamw,
-    global_batch,
     update_error,
     worst_error,
     worst_update_error,
 )
 
 
-def step_with_dropout(rank, world_size, preset, resident, wrong_replay):
-    from infcl.parallel import init_parallel
-    from tests.lib.specs import engine_of
-
-    parallel = init_parallel("cpu")
-    batch = BatchPlan(world_size, MICRO_BATCHES, MICRO_BATCH_SIZE)
-    config = settings(preset, precision="fp32", grad_clip_norm=None, wd=0.0)
-    engine = engine_of(ToyCLIP(dropout=DROPOUT), config, parallel, batch)
-    encodings = []
-
-    def encode(pair):
-        encodings.append(pair)
-        if wrong_replay and len(encodings) > MICRO_BATCHES:
-            torch.manual_seed(5)
-        return engine.encode(*pair)
-
-    return weights_after_a_step(engine, batch, global_batch, resident, encode)
-
-
-def toy():
-    return ToyCLIP(dropout=DROPOUT).train()
-
-
-def one_process_step(world_size, model, whole_batch=global_batch, rate=lambda name: 1.0):
+def one_process_step(world_size, model, rate=lambda name: 1.0):
     """rate: of a parameter's name, its learning rate over LR."""
-    gradients_in_one_process(world_size, model, whole_batch)
+    gradients_in_one_process(world_size, model, demo_batch)
     groups = [{"params": [p], "lr": LR * rate(name)} for name, p in model.named_parameters()]
     adamw([group | {"weight_decay": 0.0} for group in groups]).step()
     return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-CASES = [(preset, 2, 1) for preset in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")]
-CASES += [(preset, *more) for preset in ("zero1", "zero3") for more in ((1, 1), (2, 3), (3, 2), (4, 4))]
-
-
-@pytest.mark.parametrize(("preset", "world_size", "resident"), CASES)
-def test_a_step_with_dropout_equals_the_one_of_a_single_process(preset, world_size, resident):
-    state = run_ranks(step_with_dropout, world_size, preset, resident, False)[0]
-    assert worst_error(state, one_process_step(world_size, toy())) < 1e-5
-
-
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_another_seed_in_the_replay_is_noticed(preset):
-    state = run_ranks(step_with_dropout, 2, preset, 1, True)[0]
-    assert worst_error(state, one_process_step(2, toy())) > 1e-3
-
-
-# ---- the towers themselves ----
 
 
 slow = pytest.mark.slow
@@ -99,7 +48,7 @@ def test_a_step_of_the_towers_with_patch_dropout_equals_the_one_of_a_single_proc
     preset, world_size, resident, checkpointing, compiled
 ):
     state = run_ranks(step_of_the_towers, world_size, preset, resident, checkpointing, compiled, timeout=250)[0]
-    expected = one_process_step(world_size, demo_model(checkpointing=False).train(), demo_batch)
+    expected = one_process_step(world_size, demo_model(checkpointing=False).train())
     moved = {name: value for name, value in expected.items() if value.norm() > 0}
     assert worst_error({name: state[name] for name in moved}, moved) < 1e-5
 
@@ -132,7 +81,7 @@ def test_a_checkpointed_step_of_the_towers_in_16_bits_follows_the_float64_one(
 ):
     path = fp16_preset(tmp_path, preset) if precision == "fp16" else f"ds_configs/{preset}.json"
     state = run_ranks(checkpointed_step_in_16_bits, world_size, path, precision, resident, compiled, timeout=250)[0]
-    expected = one_process_step(world_size, demo_model(checkpointing=False).double().train(), demo_batch)
+    expected = one_process_step(world_size, demo_model(checkpointing=False).double().train())
     start = demo_model(checkpointing=False).state_dict()
     worst, whole = UPDATE_IN_16_BITS[precision.removeprefix("amp_")]
     assert worst_update_error(state, expected, start) < worst
@@ -154,6 +103,6 @@ def rate_of(name):
 def test_every_parameter_steps_at_its_own_learning_rate(preset):
     flags = {"image_lr": 0.3 * LR, "text_lr": 2 * LR, "text_layer_decay": 0.5}
     state = run_ranks(step_of_the_towers, 2, preset, 1, False, False, **flags)[0]
-    expected = one_process_step(2, demo_model(checkpointing=False).train(), demo_batch, rate_of)
+    expected = one_process_step(2, demo_model(checkpointing=False).train(), rate_of)
     moved = {name: value for name, value in expected.items() if value.norm() > 0}
     assert worst_error({name: state[name] for name in moved}, moved) < 1e-5
