@@ -33,6 +33,7 @@ from benchmarks.clock import hardware
 from benchmarks.processes import exit_on_sigterm, reason, run
 from benchmarks.rows import append, parser_of_rows
 from benchmarks.step import command, config_of, shared_folder, trained
+from infcl.config.precision import PRECISIONS
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
 from infcl.models.packing import num_texts
@@ -205,6 +206,7 @@ def planned_peak(model: str, gpus: int, pairs: int, **options: Any) -> float:
 def _setting(model: str, gpus: int, pairs: int, *, pixels: str, **options: Any) -> Setting:
     """Return the setting of a step of `pairs` samples with eager blocks; `options` are further fields of it."""
     fields: dict[str, Any] = {"precision": "bf16", "compiled": False, "checkpointing": True} | options
+    fields["precision"] = PRECISIONS[fields["precision"]]
     return Setting(
         model=load_model_config(model), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=pairs,
         pixels={"gpu": "device"}.get(pixels, pixels),

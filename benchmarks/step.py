@@ -191,7 +191,7 @@ def _row(trainer, options: argparse.Namespace, peak: float, rate: float) -> dict
             "model": config.model,
             "attention": "triton" if towers_with_kernel(model) else "torch",
             "zero": options.zero if trainer.engine.zero_stage == int(options.zero[0]) else trainer.engine.zero_stage,
-            "precision": trainer.engine.precision,
+            "precision": str(trainer.engine.precision),
             "blocks": "compiled" if trainer.compiled else "eager",
             "checkpointing": config.grad_checkpointing,
             "micro_batch": batch.micro_batch_size,

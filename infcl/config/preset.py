@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from infcl.config.batch import BatchPlan
+from infcl.config.precision import PRECISIONS, Precision
 from infcl.config.settings import TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -45,7 +48,7 @@ def shipped_preset(name: str) -> dict:
     return json.loads(preset_file(name).read_text())
 
 
-def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, str]:
+def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[dict, Precision]:
     """Read and check the preset. Only `resolve` calls this; other modules use the RunSpec.
 
     An `overlap_comm` of "auto" becomes true across nodes and in stage 3. Within a node the overlap of stages 1 and 2
@@ -57,7 +60,7 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
         hosts: nodes of the run.
 
     Returns:
-        The preset and the precision (fp32, amp_bf16, bf16 or fp16).
+        The preset and the precision.
 
     Raises:
         ValueError: the preset is invalid or contradicts the flags.
@@ -74,10 +77,10 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     in_preset = next((name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")), None)
-    precision = config.precision or in_preset or ("amp_bf16" if device_type == "cuda" else "fp32")
-    if in_preset and precision != in_preset:
+    precision = PRECISIONS[config.precision or in_preset or ("amp_bf16" if device_type == "cuda" else "fp32")]
+    if in_preset and precision != PRECISIONS[in_preset]:
         raise ValueError(f"--precision {precision} contradicts {source}, which enables {in_preset}: change one of them")
-    if precision == "fp16" and device_type == "cpu" and not cpu_computes_fp16():
+    if precision.matmul_dtype == torch.float16 and device_type == "cpu" and not cpu_computes_fp16():
         raise ValueError(
             f"{'--precision fp16' if config.precision else source}: this CPU has no arithmetic for fp16, and no GPU is "
             "visible, or --device cpu was given. On a CPU train in fp32 or bf16"
@@ -143,21 +146,21 @@ def _left_open(values: dict) -> Iterator[str]:
             yield from _left_open(value)
 
 
-def stage_over(ranks: int, stage: int, precision: str, *, offloads: bool) -> int:
+def stage_over(ranks: int, stage: int, precision: Precision, *, offloads: bool) -> int:
     """Return the ZeRO stage that runs on `ranks` data-parallel ranks when the preset has `stage`.
 
     A single rank has no state to shard. Stages 1 and 2 become stage 0 there, which saves DeepSpeed's second copy of the
     parameters and its gradient buckets (docs/concepts/engine.md). FP32 master weights of half-precision parameters and
     state in host memory need their stage. Stage 3 is kept, so that it can be studied on one GPU.
     """
-    if ranks == 1 and stage in (1, 2) and precision in ("fp32", "amp_bf16") and not offloads:
+    if ranks == 1 and stage in (1, 2) and not precision.half_parameters and not offloads:
         return 0
     return stage
 
 
-def check_stage(stage: int, precision: str, *, offloads: bool, source: str) -> None:
+def check_stage(stage: int, precision: Precision, *, offloads: bool, source: str) -> None:
     """Raise ValueError for a combination that DeepSpeed's stage 0 does not support; `source` is who asks for it."""
-    if stage == 0 and precision in ("bf16", "fp16"):
+    if stage == 0 and precision.half_parameters:
         raise ValueError(
             f"--precision {precision} needs ZeRO stage >= 1 ({source} has stage 0, where DeepSpeed keeps no exact FP32 "
             f"master weights); use zero1 or --precision amp_bf16"
@@ -175,9 +178,9 @@ def offloads(preset: dict, part: str) -> bool:
     return device != "none" and (part == "optimizer" or zero_stage(preset) == 3)
 
 
-def sums_gradients_on_host(stage: int, precision: str) -> bool:
+def sums_gradients_on_host(stage: int, precision: Precision) -> bool:
     """Return whether ZeRO-2 with offloading sums gradients in host memory; half precision keeps the sums on the GPU."""
-    return stage == 2 and precision not in ("bf16", "fp16")
+    return stage == 2 and not precision.half_parameters
 
 
 def stage_in_words(asked: int, runs: int) -> str:
@@ -193,15 +196,13 @@ def bucket_elements(zero_optimization: dict, stage: int) -> int:
     return zero_optimization.get("reduce_bucket_size", default)
 
 
-def is_bf16_optimizer(stage: int, precision: str, *, offloaded: bool) -> bool:
+def is_bf16_optimizer(stage: int, precision: Precision, *, offloaded: bool) -> bool:
     """Return whether DeepSpeed uses BF16_Optimizer: no buckets, float32 sums that are reduced after the backward."""
-    return stage == 1 and precision == "bf16" and not offloaded
+    return stage == 1 and precision == PRECISIONS["bf16"] and not offloaded
 
 
 def cpu_computes_fp16() -> bool:
     """Return whether this CPU trains in fp16. DeepSpeed checks the same, but only after the data is read."""
-    import torch
-
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
@@ -210,13 +211,13 @@ def zero_stage(preset: dict) -> int:
 
 
 def deepspeed_config(
-    preset: dict, precision: str, batch: BatchPlan, grad_clip_norm: float | None, *, leaves: list[str]
+    preset: dict, precision: Precision, batch: BatchPlan, grad_clip_norm: float | None, *, leaves: list[str]
 ) -> dict:
     """Return DeepSpeed's config: the preset with the settings that flags own.
 
     Args:
         preset: from `read_preset`.
-        precision: fp32, amp_bf16, bf16 or fp16.
+        precision: of parameters and matmuls.
         batch: batch sizes of a step.
         grad_clip_norm: largest gradient norm; None: no clipping.
         leaves: full names of module classes that stage 3 gathers as a unit, unless the preset lists its own.
@@ -236,12 +237,13 @@ def deepspeed_config(
         zero.setdefault("leaf_module", {"classes": leaves})
         zero["reduce_bucket_size"] = bucket_elements(zero, 3)
         merged["zero_optimization"] = zero
-    if precision == "amp_bf16":
+    if precision.autocast:
         # by default DeepSpeed reduces the gradients of torch's linear and convolution classes (conv1) in bf16
         merged["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-    if precision in ("bf16", "fp16"):
-        merged[precision] = merged.get(precision, {}) | {"enabled": True}
+    if precision.half_parameters:
+        merged[precision.short_name] = merged.get(precision.short_name, {}) | {"enabled": True}
         merged.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    if precision == "bf16" and zero_stage(preset) == 1:  # else DeepSpeed rounds the float32 sums before it reduces them
+    if precision == PRECISIONS["bf16"] and zero_stage(preset) == 1:
+        # else DeepSpeed rounds the float32 sums before it reduces them
         merged.setdefault("communication_data_type", "fp32")
     return merged

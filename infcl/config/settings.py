@@ -9,9 +9,10 @@ import json
 from dataclasses import dataclass, field
 from functools import partial
 
+from infcl.config.precision import PRECISIONS
+
 AUTO_WORKERS = -1
 LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
-PRECISIONS = ("fp32", "amp_bf16", "bf16", "fp16")
 AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
 CAPTIONS = ("one", "lines")
 SCHEDULES = ("cosine", "const", "const-cooldown")
@@ -211,7 +212,7 @@ class TrainConfig:
         None,
         "amp_bf16: FP32 parameters, BF16 autocast; bf16, fp16: half-precision parameters with FP32 master weights "
         "(ZeRO >= 1) [that of --deepspeed_config, else amp_bf16 on a GPU, fp32 on a CPU]",
-        choices=PRECISIONS,
+        choices=tuple(PRECISIONS),
     )
     compile_blocks: str = _system("auto", "torch.compile of the towers; auto: on a GPU", choices=("auto", "on", "off"))
     pack_captions: str = _system(

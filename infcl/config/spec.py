@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infcl.config.batch import BatchPlan
+from infcl.config.precision import Precision
 from infcl.config.preset import offloads, read_preset, stage_in_words, stage_over, zero_stage
 from infcl.config.settings import TrainConfig
 
@@ -20,7 +21,7 @@ class RunSpec:
         hosts: nodes of the run.
         preset: contents of --deepspeed_config, with the ZeRO stage that runs.
         asked_stage: the ZeRO stage in the file; a single rank runs stage 0 instead of 1 and 2.
-        precision: fp32, amp_bf16, bf16 or fp16.
+        precision: of parameters and matmuls.
         packs_captions: whether the text tower receives packed captions.
     """
 
@@ -30,7 +31,7 @@ class RunSpec:
     hosts: int
     preset: dict
     asked_stage: int
-    precision: str
+    precision: Precision
     packs_captions: bool
 
     def change(self, **flags: object) -> "RunSpec":
@@ -66,9 +67,7 @@ class RunSpec:
         """
         if self.flags.tile_dtype != "auto":
             return self.flags.tile_dtype
-        if self.device != "cuda":
-            return None
-        return {"amp_bf16": "bf16", "bf16": "bf16", "fp16": "fp16"}.get(self.precision)
+        return self.precision.short_name if self.device == "cuda" and self.precision.half_matmuls else None
 
     @property
     def zero_in_words(self) -> str:

@@ -58,7 +58,6 @@ class Engine:
         self.parallel = parallel
         self.precision = spec.precision
         self.zero_stage = spec.zero_stage
-        self.low_precision_parameters = spec.precision in ("bf16", "fp16")
         self.offloads_optimizer = "optimizer" in spec.offloads
         self.optimizer_name = config.opt
         self.shown: str | None = None
@@ -69,7 +68,7 @@ class Engine:
 
             mpu = DeepSpeedMpu()
         deepspeed.utils.groups.mpu = mpu  # else DeepSpeed would use that of an earlier engine
-        exact = _fp32_copy(model) if self.low_precision_parameters and parallel.dp_rank == 0 else {}
+        exact = _fp32_copy(model) if self.precision.half_parameters and parallel.dp_rank == 0 else {}
         model.to(parallel.device)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -101,14 +100,14 @@ class Engine:
         if parallel.tp_size > 1 and self.zero_stage > 0:
             add_to_norm(self.engine.optimizer, self.flag)
         self.state = ZeroState(self.engine, self.zero_stage)
-        if self.low_precision_parameters:  # DeepSpeed creates its FP32 weights from rounded parameters
+        if self.precision.half_parameters:  # DeepSpeed creates its FP32 weights from rounded parameters
             self.state.write_first_copy(exact)
         if config.ema_decay is not None:
             self.state.start_average(config.ema_decay)
         self.dp_group = self.engine.seq_data_parallel_group  # ZeRO averages gradients over this group
         self.measured = self._measured_parameters()
         self.running_statistics = [value for name, value in self.state.buffers() if name.endswith(_RUNNING)]
-        if self.running_statistics and self.low_precision_parameters:
+        if self.running_statistics and self.precision.half_parameters:
             raise ValueError(
                 f"--precision {spec.precision} would round the running statistics of the model's batch norms at each "
                 "step; use amp_bf16 or fp32"
@@ -236,13 +235,13 @@ class Engine:
 
     def loss_scale(self) -> float:
         """Return the current FP16 loss scale, or 1."""
-        return float(getattr(self.engine.optimizer, "cur_scale", 1.0)) if self.precision == "fp16" else 1.0
+        return float(getattr(self.engine.optimizer, "cur_scale", 1.0)) if self.precision.scales_loss else 1.0
 
     # ---- scalars that live outside the towers ----
 
     def scalar_values(self, returned: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return FP32 values of logit_scale and logit_bias, from the master weights if `returned` is rounded."""
-        if not self.low_precision_parameters:
+        if not self.precision.half_parameters:
             return returned
         parameters = dict(self.module.named_parameters())
         return {name: self.state.read(parameters[name], self.shown).clone() for name in returned}
@@ -288,7 +287,7 @@ class Engine:
 
     def _loss_scaler(self):
         """Return the dynamic loss scaler, or None. A static one has no state beyond the preset."""
-        scaler = self.engine.optimizer.loss_scaler if self.precision == "fp16" else None
+        scaler = self.engine.optimizer.loss_scaler if self.precision.scales_loss else None
         return scaler if scaler is not None and scaler.dynamic else None
 
 

@@ -66,7 +66,7 @@ def setting_of(argv: list[str]) -> tuple[Setting, RunSpec]:
         hosts=machine.gpus // per_node,
         unpackable=why_unpackable(flags, cfg),
     )
-    if not gpu.bf16 and spec.precision in ("amp_bf16", "bf16"):
+    if not gpu.bf16 and spec.precision.matmul_dtype == torch.bfloat16:
         raise ValueError(f"{gpu.name} does not compute bf16: use --precision fp16 or fp32")
     counts = parameter_counts(_meta_model(flags, cfg))
     if flags.batch_size == 0:

@@ -101,7 +101,7 @@ class Fit:
                     flags += [f"--accum-freq {accumulate['accum_freq']}"] if accumulate else []
                     flags += ["--grad-checkpointing"] if checkpointing else []
                     if way is in_zero_3:  # with the precision if the current preset sets it
-                        in_preset = any(spec.preset.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+                        in_preset = config.precision is None and spec.precision.half_parameters
                         flags += ["--deepspeed_config zero3"]
                         flags += [f"--precision {spec.precision}"] if in_preset else []
                     return f"Try {' '.join(flags)} ({shown_bytes(peak)})"

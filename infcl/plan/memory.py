@@ -11,6 +11,7 @@ Sizes: P parameters, T trainable ones, N data-parallel ranks, b samples per rank
 
 import math
 
+from infcl.config.precision import Precision
 from infcl.config.preset import bucket_elements, sums_gradients_on_host
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.models.config import VisionConfig, kept_patches
@@ -20,10 +21,6 @@ from infcl.step.offload import UPLOAD_LEAD
 HEADROOM = 0.08  # share of device memory that cached activations leave for fragments and library workspaces
 _BUCKETS_AHEAD = 3  # DeepSpeed's stage 3 waits for the third last bucket (max_param_reduce_events)
 _SUB_GROUP = 1e9  # elements: DeepSpeed's sub_group_size
-# Bytes that a block keeps for its backward, per token and unit of width at an MLP ratio of 4: the inputs of both norms,
-# of the four linear layers and of GELU, and q, k and v. Attention keeps no matrix. Under autocast, norms keep their
-# inputs in FP32; the rest is BF16.
-BLOCK_BYTES = {"fp32": 64, "amp_bf16": 36, "bf16": 32, "fp16": 32}
 # Bytes that a compiled graph spares under autocast, because it keeps the inputs of norms in their own dtype: half
 # precision in the image tower, and in the text tower only for attention's output, once per graph.
 _SPARED_BYTES = {"image": 4.0, "text": 2.0}
@@ -97,7 +94,7 @@ def _passing_bytes(setting: Setting) -> float:
     if setting.on_cpu:
         return 0.0
     bucket = bucket_elements(setting.zero_optimization, 3)
-    in_transit = width + (4 / ranks if setting.half else 0)
+    in_transit = width + (4 / ranks if setting.precision.half_parameters else 0)
     return min(trainable, _BUCKETS_AHEAD * bucket) * width + min(trainable, bucket) * in_transit
 
 
@@ -116,7 +113,7 @@ def bucket_bytes(setting: Setting, *, graph: float = 0.0) -> float:
     if setting.zero == 3 and not setting.offload and options.get("reduce_scatter", True):
         return min(3 * size, max(size, trainable)) * setting.element_bytes
     count = 2 if setting.zero < 3 and options.get("overlap_comm", False) else 1
-    if setting.zero > 1 and setting.half:
+    if setting.zero > 1 and setting.precision.half_parameters:
         return size * 2 * count
     return size * 4 * count + (max(0.0, 4 * size - graph * size / trainable) if trainable > size else 0.0)
 
@@ -145,7 +142,7 @@ def pixels_on_device(setting: Setting) -> float:
 
 
 def loss_bytes(
-    name: str, *, rows: int, ranks: int, width: int, precision: str = "amp_bf16", two_level: bool = False
+    name: str, *, rows: int, ranks: int, width: int, feature_bytes: int = 2, two_level: bool = False
 ) -> dict[str, float]:
     """Return {"feature gradients", "loss"}: bytes per rank. FP32 feature gradients stay until the last replay.
 
@@ -159,7 +156,7 @@ def loss_bytes(
         rows: samples per rank, b.
         ranks: ranks of the loss.
         width: embedding width, D.
-        precision: "fp32", "amp_bf16", "bf16" or "fp16".
+        feature_bytes: bytes per number of the features that the tile multiplies.
         two_level: whether the ring has two levels.
     """
     block = rows * width * 4
@@ -168,7 +165,7 @@ def loss_bytes(
     workspace = matrix[name] if name in matrix else min(WORKSPACE_BYTES, 16 * rows * rows)
     around = (4 + two_level if ranks > 1 else 0) * block
     if two_level:
-        around += 2 * (4 if precision == "fp32" else 2) * rows * width + 3 * block
+        around += 2 * feature_bytes * rows * width + 3 * block
     return {"feature gradients": 2 * block, "loss": 2 * block + around + workspace}
 
 
@@ -176,7 +173,8 @@ def _loss_of(setting: Setting) -> dict[str, float]:
     """Return {"feature gradients", "loss"}, including the rows of the other tensor-parallel ranks."""
     rows, width = setting.loss_rows, setting.model.embed_dim
     sizes = {"rows": rows, "ranks": setting.gpus, "width": width}
-    parts = loss_bytes(setting.loss, **sizes, precision=setting.precision, two_level=setting.two_level)
+    size = setting.precision.matmul_dtype.itemsize
+    parts = loss_bytes(setting.loss, **sizes, feature_bytes=size, two_level=setting.two_level)
     others = 2.0 * (setting.rank_batch - rows) * width * 4
     parts["feature gradients"] += others
     parts["loss"] += others
@@ -198,7 +196,7 @@ def graph_bytes(setting: Setting) -> dict[str, float]:
     tower's blocks.
     """
     # Autocast keeps half-precision copies of the weights in a graph; with recomputation only those of one block.
-    cast = 2.0 * setting.trainable if setting.precision == "amp_bf16" and not setting.checkpointing else 0.0
+    cast = 2.0 * setting.trainable if setting.precision.autocast and not setting.checkpointing else 0.0
     graphs = _graphs(setting)
     return {
         "activations": activation_bytes(setting) * setting.cached + cast,
@@ -214,7 +212,7 @@ def _graphs(setting: Setting) -> dict[str, tuple[float, float]]:
     divide the activations between the linear layers that they split. The image tower also keeps its pixels, the first
     norm's input, and the last block's full output, of which the head takes a view.
     """
-    vision, text, width = setting.model.vision_cfg, setting.model.text_cfg, 4 if setting.precision == "fp32" else 2
+    vision, text, width = setting.model.vision_cfg, setting.model.text_cfg, setting.precision.matmul_dtype.itemsize
     parts, size = setting.tensor_parallel, setting.micro_batch
     trained = setting.blocks or {"image": vision.layers, "text": text.layers}
     patches = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
@@ -222,8 +220,8 @@ def _graphs(setting: Setting) -> dict[str, tuple[float, float]]:
     for name, tokens, tower in (("image", patches, vision), ("text", text.context_length, text)):
         stream: float = setting.stream_bytes[name]
         inside = (8 + 4 * tower.mlp_ratio) * width / 2  # of which 2 x ratio before GELU and 2 x ratio after it
-        outside = BLOCK_BYTES[setting.precision] - 24 * width / 2
-        if setting.precision == "amp_bf16" and setting.compiled:
+        outside = block_bytes(setting.precision) - 24 * width / 2
+        if setting.precision.autocast and setting.compiled:
             outside -= _SPARED_BYTES[name]
         block, passing = outside + inside / parts, width * (tower.mlp_ratio / parts + 2)
         kept, added = (stream, block + passing) if setting.checkpointing else (block, passing)
@@ -234,6 +232,15 @@ def _graphs(setting: Setting) -> dict[str, tuple[float, float]]:
     if trained["image"] == vision.layers:
         around += stream + (3 * vision.image_size**2 + _stem_numbers(vision)) * width
     return graphs | {"image": (graphs["image"][0] + size * around, graphs["image"][1])}
+
+
+def block_bytes(precision: Precision) -> int:
+    """Return the bytes that a block keeps for its backward, per token and unit of width at an MLP ratio of 4.
+
+    They are the inputs of both norms, of the four linear layers and of GELU, and q, k and v. Attention keeps no matrix.
+    Under autocast, both norms keep their inputs in FP32.
+    """
+    return 16 * precision.matmul_dtype.itemsize + 4 * precision.autocast
 
 
 def _stem_numbers(vision: VisionConfig) -> int:
@@ -285,7 +292,7 @@ def host_bytes(setting: Setting, ranks: int) -> float:
     """
     parts = host_parts(setting)
     later = parts["pixels"] + parts["checkpoint"]
-    first = 4.0 * setting.trainable * setting.tensor_parallel if setting.half else 0.0
+    first = 4.0 * setting.trainable * setting.tensor_parallel if setting.precision.half_parameters else 0.0
     return ranks * (sum(parts.values()) - later) + max(first, ranks * later)
 
 

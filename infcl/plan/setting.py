@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infcl.config import RunSpec, TrainConfig
+from infcl.config.precision import PRECISIONS, Precision
 from infcl.config.preset import bucket_elements, is_bf16_optimizer, shipped_preset
 from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
@@ -19,9 +20,6 @@ from infcl.models.packing import packs, row_length
 from infcl.plan.profile import Gpu, Link, load_gpu, load_link
 
 STAGES = (0, 1, 2, 3)
-# The residual stream's bytes per number (image, text); under autocast it has the type of the convolution's output in
-# the image tower (half precision), and of the embedding in the text tower (FP32).
-_STREAM_BYTES = {"fp32": (4, 4), "amp_bf16": (2, 4), "bf16": (2, 2), "fp16": (2, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class Setting:
     tensor_parallel: int = 1
     zero: int = 1
     offloads: tuple[str, ...] = ()  # state in host memory: "optimizer", "param"
-    precision: str = "amp_bf16"
+    precision: Precision = PRECISIONS["amp_bf16"]
     loss: str = "inf_cl"
     ring: str = "auto"
     checkpointing: bool = False
@@ -97,14 +95,9 @@ class Setting:
         return self.parameters if self.counts is None else self.counts[1] // self.tensor_parallel
 
     @property
-    def half(self) -> bool:
-        """Whether parameters have half precision."""
-        return self.precision in ("bf16", "fp16")
-
-    @property
     def element_bytes(self) -> int:
         """Bytes of a parameter."""
-        return 2 if self.half else 4
+        return self.precision.parameter_dtype.itemsize
 
     @property
     def offload(self) -> bool:
@@ -150,12 +143,15 @@ class Setting:
     @property
     def matmul_rate(self) -> float:
         """Flops per second of large GEMMs."""
-        return 1e12 * (self.gpu.fp32_tflops if self.precision == "fp32" else self.gpu.matmul_tflops)
+        return 1e12 * (self.gpu.matmul_tflops if self.precision.half_matmuls else self.gpu.fp32_tflops)
 
     @property
     def stream_bytes(self) -> dict[str, int]:
-        """{"image", "text"}: bytes per number of the residual stream between blocks."""
-        return dict(zip(("image", "text"), _STREAM_BYTES[self.precision]))
+        """{"image", "text"}: bytes per number of the residual stream between blocks.
+
+        It has the dtype of the convolution's output in the image tower, and of the embedding in the text tower.
+        """
+        return {"image": self.precision.matmul_dtype.itemsize, "text": self.precision.parameter_dtype.itemsize}
 
     @property
     def micro_batch_pixels(self) -> float:

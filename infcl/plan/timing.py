@@ -24,6 +24,7 @@ width, W GPUs, T tensor-parallel ranks.
 
 from dataclasses import dataclass
 
+from infcl.config.precision import PRECISIONS
 from infcl.config.preset import sums_gradients_on_host
 from infcl.models.attention import BLOCK, LONGEST, SHORT, unfit
 from infcl.models.config import kept_patches
@@ -144,7 +145,7 @@ def _attention(setting: Setting, length: int, width: int, head: int, *, causal: 
     `row` is the number of token positions per row of packed captions, or None.
     """
     fitting = row // 2 if row else length
-    if setting.attention != "torch" and setting.precision != "fp32" and not unfit(fitting, head, causal=causal):
+    if setting.attention != "torch" and setting.precision.half_matmuls and not unfit(fitting, head, causal=causal):
         longest = min(2 * length, fitting)  # packed captions vary in length: a tile holds up to twice the mean
         return _tile_flops(length, own_positions(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
     slower = MASKED if row or causal else 1.0
@@ -268,7 +269,7 @@ def _zero_phases(setting: Setting, towers: list[Phase]) -> list[Phase]:
     encode, replay = (phase.exposed for phase in towers[:2])
     once = (size - 1) / size * setting.element_bytes * parameters / _bus_bandwidth(setting, size)  # sum or gather
     # An all-reduce costs two of them; stage 1 sums BF16 in FP32. With overlap_comm, sums overlap the backward.
-    sums = once * (2 if setting.zero == 0 or (setting.zero == 1 and setting.precision == "bf16") else 1)
+    sums = once * (2 if setting.zero == 0 or (setting.zero == 1 and setting.precision == PRECISIONS["bf16"]) else 1)
     backward = replay * (0.75 if setting.checkpointing else 2 / 3)
     sums, room = (sums * micro_batches, backward) if setting.zero > 1 else (sums, backward / micro_batches)
     overlaps = setting.zero_optimization.get("overlap_comm", False)

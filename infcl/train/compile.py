@@ -24,7 +24,6 @@ from infcl.step.replay import running_statistics
 
 _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # graphs: two towers, with and without gradient, each batch size
-_MATMUL_DTYPES = {"amp_bf16": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
@@ -36,7 +35,7 @@ def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
     Raises:
         ValueError: --attention triton is given and neither tower can use it.
     """
-    choose_attention(model, spec.flags.attention, parallel.device, _MATMUL_DTYPES[spec.precision])
+    choose_attention(model, spec.flags.attention, parallel.device, spec.precision.matmul_dtype)
     if not spec.compiles_blocks:
         return False
     compiled = compile_blocks(model, {spec.batch.micro_batch_size}, packed=spec.packs_captions)

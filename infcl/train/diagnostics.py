@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from infcl.config.precision import Precision
 from infcl.models.clip import CLIP
 from infcl.models.config import CLIPConfig
 from infcl.models.flops import forward_flops
@@ -155,14 +156,14 @@ def model_flops(
     return flops["image"] * (1 + 2 * trained["image"]) + text_share * flops["text"] * (1 + 2 * trained["text"])
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
+def peak_flops(device_name: str, precision: Precision) -> float | None:
     """Return the peak FLOP/s of a GPU by its name; None for unknown devices and for fp32 (no tensor cores)."""
     known = (tera * 1e12 for name, tera in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{name}\b", device_name))
-    return None if precision == "fp32" else next(known, None)
+    return next(known, None) if precision.half_matmuls else None
 
 
 def utilisation(
-    cfg: CLIPConfig | OpenClipConfig, device: torch.device, precision: str, trained: Mapping[str, float] = WHOLE
+    cfg: CLIPConfig | OpenClipConfig, device: torch.device, precision: Precision, trained: Mapping[str, float] = WHOLE
 ) -> Callable[..., float | None]:
     """Return a function from (samples per second per GPU, text_share) to model FLOPs utilisation (MFU) in 0..1.
 

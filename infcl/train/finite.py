@@ -72,7 +72,7 @@ class Skips:
             return
         shown = self._explain(step)
         # in fp16 an occasional skipped step is normal: the loss scale was too large
-        scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision == "fp16" else ""
+        scale = f"; loss scale now {self.engine.loss_scale():g}" if self.engine.precision.scales_loss else ""
         self.say(f"step {step.number} was skipped, its gradients are not finite{scale}:\n  {shown}")
         checkpoints = self.saves.checkpoints
         if step.is_last and not math.isfinite(step.loss):

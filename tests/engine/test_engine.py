@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from infcl.config.precision import PRECISIONS
 from infcl.engine.engine import Engine
 from infcl.engine.patches import square_of
 from tests.lib.engine_steps import (
@@ -230,7 +231,7 @@ def counters_of_loss_scalers(rank, world_size):
     counters = []
     for scaler in (dynamic(2**8), LossScaler(1024), dynamic(2**16)):
         engine = object.__new__(Engine)
-        engine.precision = "fp16"
+        engine.precision = PRECISIONS["fp16"]
         counts = dict.fromkeys(("global_steps", "global_samples", "micro_steps", "skipped_steps"), 0)
         engine.engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler), **counts)
         engine.state = SimpleNamespace(ema_decay=None, updates=lambda: 0, set_updates=lambda step: None)

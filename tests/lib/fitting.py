@@ -3,6 +3,7 @@
 import dataclasses
 
 from infcl.config import parse_args, resolve
+from infcl.config.precision import PRECISIONS
 from infcl.models import load_model_config
 from infcl.plan.fit import Fit
 from tests.lib.specs import counts_of
@@ -20,5 +21,7 @@ def fit(*flags: str, gib: float, ranks: int = 8, stage: int = 1) -> Fit:
 
 
 def under(question: Fit, **changes) -> Fit:
-    """Return the same question for a run with changed fields."""
+    """Return the same question for a run with changed fields; a precision by its name."""
+    if "precision" in changes:
+        changes["precision"] = PRECISIONS[changes["precision"]]
     return dataclasses.replace(question, spec=dataclasses.replace(question.spec, **changes))

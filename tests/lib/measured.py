@@ -11,6 +11,7 @@ from benchmarks.rows import append, grouped, latest, where
 from benchmarks.rows import rows as rows_of
 from benchmarks.step import setting_of
 from infcl.config import resolve
+from infcl.config.precision import PRECISIONS
 from infcl.config.preset import BUCKET
 from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, load_model_config
 from infcl.plan.fit import Fit
@@ -72,7 +73,7 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
         checkpointing=row["checkpointing"] == "True",
         compiled=row["blocks"] == "compiled",
         resident=int(row["resident"]),
-        precision=row.get("precision") or "amp_bf16",
+        precision=PRECISIONS[row.get("precision") or "amp_bf16"],
         pixels="device" if "pixel-cache gpu" in label else "host",
         attention="auto" if row.get("attention") == "triton" else "torch",  # older files lack the column
     )

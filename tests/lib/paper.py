@@ -11,7 +11,7 @@ compared with 256k, offload).
 """
 
 from infcl.models.config import load_model_config
-from infcl.plan.memory import BLOCK_BYTES, activation_bytes
+from infcl.plan.memory import activation_bytes, block_bytes
 from infcl.plan.profile import load_gpu
 from infcl.plan.setting import Setting, parameters_of
 from infcl.plan.timing import step_seconds
@@ -39,7 +39,7 @@ def paper_memory(setting: Setting) -> dict[str, float]:
         "gradient buckets": 4.0 * parameters,
         "cached data": rows * (4.0 * 3 * model.vision_cfg.image_size**2 + 8 * model.text_cfg.context_length),
         "features": _FEATURE_COPIES * block,
-        "activations": graph * _BYTES_PER_TOKEN / BLOCK_BYTES["amp_bf16"] + 2.0 * parameters,
+        "activations": graph * _BYTES_PER_TOKEN / block_bytes(setting.precision) + 2.0 * parameters,
         "loss": loss.get(setting.loss, _TILED_COPIES * block),
     }
     if setting.pixels == "host":

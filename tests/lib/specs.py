@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from infcl.config import BatchPlan, RunSpec, TrainConfig, resolve
+from infcl.config.precision import PRECISIONS
 from infcl.engine.engine import Engine
 from infcl.models import CLIP
 from infcl.models.config import CLIPConfig, load_model_config
@@ -36,7 +37,7 @@ def engine_of(model: nn.Module, config: TrainConfig, parallel: Parallel, batch: 
 def planned_run(config: TrainConfig, batch: BatchPlan, precision: str, zero: dict, *, stage=1, on_cpu=False) -> RunSpec:
     """Resolve a run with this batch, precision and zero_optimization, which replace those of flags and preset."""
     flags, preset = _of_batch(config, batch), {"zero_optimization": zero | {"stage": stage}}
-    return RunSpec(flags, "cpu" if on_cpu else "cuda", batch.dp_size, 1, preset, stage, precision, False)
+    return RunSpec(flags, "cpu" if on_cpu else "cuda", batch.dp_size, 1, preset, stage, PRECISIONS[precision], False)
 
 
 def memory_of_run(cfg, batch, config, counts, precision, zero, *, stage=1, on_cpu=False, **where) -> dict[str, float]:
@@ -53,7 +54,14 @@ def counts_of(cfg: CLIPConfig) -> dict[str, tuple[int, int]]:
 
 
 def setting(
-    cfg: CLIPConfig | None = None, *, micro_batch=1, micro_batches=1, ranks=1, trainable=0, **fields
+    cfg: CLIPConfig | None = None,
+    *,
+    micro_batch=1,
+    micro_batches=1,
+    ranks=1,
+    trainable=0,
+    precision="amp_bf16",
+    **fields,
 ) -> Setting:
     """Return a setting of `ranks` data-parallel ranks; without `cfg`, of the demo's model."""
     gpus = ranks * fields.get("tensor_parallel", 1)
@@ -63,5 +71,6 @@ def setting(
         gpus_per_node=gpus,
         global_batch=ranks * micro_batches * micro_batch,
         micro_batch=micro_batch,
+        precision=PRECISIONS[precision],
         **{"counts": (trainable, trainable), "zero_options": {}} | fields,
     )

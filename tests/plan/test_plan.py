@@ -2,6 +2,7 @@
 
 import pytest
 
+from infcl.config.precision import PRECISIONS
 from infcl.models import load_model_config
 from infcl.plan import timing
 from infcl.plan.fit import fits_gpu, largest_batch, with_cached_activations
@@ -75,7 +76,7 @@ def test_the_largest_batch_fits_and_one_micro_batch_more_does_not():
 )
 def test_gradients_go_to_an_offloaded_optimizer_as_often_as_deepspeed_sends_them(zero, precision, times):
     setting = planned(
-        gpus=1, global_batch=4 * 64, micro_batch=64, zero=zero, precision=precision, offloads=("optimizer",)
+        gpus=1, global_batch=4 * 64, micro_batch=64, zero=zero, precision=PRECISIONS[precision], offloads=("optimizer",)
     )
     seconds = next(phase.seconds for phase in phases_of(setting) if phase.name == "gradients to it")
     once = 4.0 * setting.parameters / (setting.gpu.pcie_gbs * 1e9)

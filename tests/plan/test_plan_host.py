@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infcl.config import BatchPlan, TrainConfig
+from infcl.config.precision import PRECISIONS
 from infcl.config.preset import BUCKET
 from infcl.engine.parameter_groups import checkpoint_bytes, later_host_bytes
 from infcl.models import CLIP, load_model_config
@@ -125,7 +126,7 @@ def test_the_first_host_of_many_holds_the_first_copy_of_16_bit_parameters():
     parts = host_parts(planned)
     state, later = (sum(parts[name] for name in names) for names in (("optimizer", "gradients"), ("checkpoint",)))
     assert host_bytes(planned, 8) == 8 * state + 4 * planned.trainable > 8 * (state + later)
-    whole = dataclasses.replace(planned, precision="amp_bf16")
+    whole = dataclasses.replace(planned, precision=PRECISIONS["amp_bf16"])
     assert host_bytes(whole, 8) == 8 * sum(host_parts(whole).values())
 
 

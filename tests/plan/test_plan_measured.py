@@ -148,7 +148,7 @@ def test_measured_peaks_under_tensor_parallelism(row):
     cfg, (preset, precision) = model_config(row["model"]), read_preset(config, "cuda")
     batch = BatchPlan(int(row["gpus"]) // size, int(row["accum_freq"]), int(row["batch_size"]))
     zero = preset["zero_optimization"] | reductions(row)
-    planned = memory_of_run(cfg, batch, config, counts_of(cfg), precision, zero, stage=stage)
+    planned = memory_of_run(cfg, batch, config, counts_of(cfg), str(precision), zero, stage=stage)
     assert planned["peak"] / GIB == pytest.approx(float(row["peak_gib"]), rel=0.05)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.rows import rows as rows_of
 from infcl.config import BatchPlan, TrainConfig
+from infcl.config.precision import PRECISIONS
 from infcl.config.preset import read_preset
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.inputs import RingOptions
@@ -141,8 +142,9 @@ def test_a_two_level_ring_holds_beside_a_flat_one_what_is_counted(loss, precisio
     flat, two_level = (
         run_ranks(most_bytes_around_a_ring, world_size, loss, precision, ring) for ring in ("flat", "two-level")
     )
+    size = PRECISIONS[precision].matmul_dtype.itemsize
     counted_flat, counted_two_level = (
-        loss_bytes(loss, rows=ROWS, ranks=world_size, width=WIDTH, precision=precision, two_level=two)["loss"]
+        loss_bytes(loss, rows=ROWS, ranks=world_size, width=WIDTH, feature_bytes=size, two_level=two)["loss"]
         for two in (False, True)
     )
     counted = counted_two_level - counted_flat
@@ -238,7 +240,7 @@ def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, r
         gpus = ranks * config.tensor_parallel_size
         planned = Setting(
             model=cfg, gpus=gpus, global_batch=batch.global_batch_size, micro_batch=24,
-            zero=stage, precision=precision, **{"gpus_per_node": gpus, "checkpointing": False} | changes,
+            zero=stage, precision=PRECISIONS[precision], **{"gpus_per_node": gpus, "checkpointing": False} | changes,
         )  # fmt: skip
         hosts = planned.nodes
         zero = read_preset(of_stage, "cuda", hosts=hosts)[0]["zero_optimization"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from infcl.config.precision import PRECISIONS
 from infcl.models.clip import CLIP
 from infcl.models.config import load_model_config
 from infcl.models.flops import forward_flops
@@ -118,11 +119,11 @@ def test_flops_of_locked_towers_are_of_what_is_trained(locks, shares, mfu, hfu):
     assert model_flops(cfg, found) == pytest.approx(sum(a * b for a, b in zip(flops, mfu)))
     executed = executed_flops(model, cfg, again=1.0, checkpointing=False)
     assert executed == pytest.approx(sum(a * b for a, b in zip(flops, hfu)))
-    assert utilisation(cfg, torch.device("cpu"), "amp_bf16")(1e6, 1.0) is None
+    assert utilisation(cfg, torch.device("cpu"), PRECISIONS["amp_bf16"])(1e6, 1.0) is None
 
 
 def test_peaks_by_device_name():
     known = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12}
     known |= {"NVIDIA A10": 125e12, "NVIDIA L40S": 362e12, "NVIDIA GeForce RTX 4090": 165e12, "Other": None}
-    assert {name: peak_flops(name, "amp_bf16") for name in known} == known
-    assert peak_flops("NVIDIA H200", "fp32") is None
+    assert {name: peak_flops(name, PRECISIONS["amp_bf16"]) for name in known} == known
+    assert peak_flops("NVIDIA H200", PRECISIONS["fp32"]) is None
