@@ -222,21 +222,23 @@ class AbridgedTrainer(Trainer):
 
     real = 2  # number of micro-batches at each end of a pass that are encoded
 
+    def __init__(self, *parts: Any, **options: Any):
+        super().__init__(*parts, **options)
+        self.encode, self.backward = self.engine.encode, self.engine.backward
+        vars(self.engine).update(encode=self._encode, backward=self._backward)
+
     def train_step(self, micro_batches):
-        self.encoded = self.replayed = 0
+        self.encoded = 0
         return super().train_step(micro_batches)
+
+    def _encode(self, **micro_batch: torch.Tensor) -> dict:
+        """Encode a micro-batch of pass 1 or, after all of that, of pass 2; the latter begins at 0 again."""
+        index, self.encoded = self.encoded % self.batch.num_micro_batches, self.encoded + 1
+        return self.encode(**micro_batch) if self._is_real(index) else self._stand_in(micro_batch)
 
     def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
         if surrogate.requires_grad:
-            super()._backward(surrogate, is_last)
-
-    def _encode(self, micro_batch: dict) -> dict:
-        index, self.encoded = self.encoded, self.encoded + 1
-        return super()._encode(micro_batch) if self._is_real(index) else self._stand_in(micro_batch)
-
-    def _encode_again(self, micro_batch: dict) -> dict:
-        index, self.replayed = self.replayed, self.replayed + 1  # cached activations are replayed first, without this
-        return super()._encode_again(micro_batch) if self._is_real(index) else self._stand_in(micro_batch)
+            self.backward(surrogate, is_last)
 
     def _is_real(self, index: int) -> bool:
         """Return whether a micro-batch is encoded.

@@ -33,7 +33,7 @@ from torch import nn
 
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.parallel import micro_batch_seed
-from infcl.step.grad_cache import Features, grad_cache_step
+from infcl.step.grad_cache import Features, by_name, cached_step, random_state, set_random_state
 from megatron_patches.groups import check_layout
 from megatron_patches.loss import TensorParallelLoss
 from megatron_patches.patches import apply_patches, patch
@@ -184,15 +184,16 @@ def one_loss_step(
         with later():
             surrogate.backward()
 
-    seeds = _seeds(len(batches))
-    with _own_randomness() as replay:
-        output = grad_cache_step(
-            list(enumerate(batches)),
-            encode=lambda item: replay(item[0], lambda: _encode(step, module, config, item[1])),
-            loss=loss,
-            backward=backward,
-            seeds=seeds,
-        )
+    before = random_state()
+    output = cached_step(
+        range(len(batches)),
+        encode=lambda index: _encode(step, module, config, batches[index]),
+        loss=by_name(loss),
+        backward=backward,
+        seeds=_seeds(len(batches)),
+        randomness=(_save_randomness, _restore_randomness),
+    )
+    set_random_state(before)  # the seeds were for this step only
     if config.finalize_model_grads_func is not None:
         groups = {} if pg_collection is None else {"pg_collection": pg_collection}
         forced = {"force_all_reduce": True} if force_all_reduce else {}
@@ -219,41 +220,18 @@ def _encode(step: ContrastiveStep, model: nn.Module, config: Any, batch: Any) ->
     return {name: value.float() for name, value in features.items()}
 
 
-@contextlib.contextmanager
-def _own_randomness():
-    """Yield replay(i, encode), with which the second encoding of micro-batch i draws the same numbers as the first.
+def _save_randomness() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the states of torch's and of Megatron's own generators (dropout in sharded layers)."""
+    found = get_cuda_rng_tracker().get_states().items()  # Transformer Engine's tracker holds generators, not states
+    own = {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in found}
+    return random_state(), own
 
-    It restores the state of Megatron's own generators (dropout in sharded layers); the step seeds torch's. On exit,
-    Megatron's generators are in the state after the first pass, and torch's in the state before it.
-    """
+
+def _restore_randomness(states: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    set_random_state(states[0])
     tracker = get_cuda_rng_tracker()
-    before: dict[int, Any] = {}
-    after: dict[str, Any] = {}
-
-    def replay(index: int, encode: Callable[[], Features]) -> Features:
-        if index in before:
-            _restore(tracker, before[index])
-            return encode()
-        before[index] = _states(tracker)
-        features = encode()
-        after.update(_states(tracker))
-        return features
-
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield replay
-    _restore(tracker, after)
-
-
-def _states(tracker: Any) -> dict[str, torch.Tensor]:
-    """Return the states of a tracker's generators."""
-    found = tracker.get_states().items()  # Transformer Engine's tracker holds generators instead of states
-    return {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in found}
-
-
-def _restore(tracker: Any, states: dict[str, torch.Tensor]) -> None:
     held = tracker.get_states()
-    for name, state in states.items():
+    for name, state in states[1].items():
         if isinstance(held[name], torch.Generator):
             held[name].set_state(state)
         else:

@@ -125,7 +125,7 @@ class Engine:
             self.kept.keep(mode)
 
     def encode(
-        self, images: torch.Tensor | None, texts: torch.Tensor | None = None, **others: torch.Tensor
+        self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None, **others: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Encode a micro-batch.
 

@@ -16,7 +16,7 @@ from infcl.config.preset import bucket_elements, sums_gradients_on_host
 from infcl.kernels import WORKSPACE_BYTES
 from infcl.models.config import VisionConfig, kept_patches
 from infcl.plan.setting import Setting
-from infcl.step.offload import UPLOAD_LEAD
+from infcl.step.pixels import UPLOAD_LEAD
 
 HEADROOM = 0.08  # share of device memory that cached activations leave for fragments and library workspaces
 _BUCKETS_AHEAD = 3  # DeepSpeed's stage 3 waits for the third last bucket (max_param_reduce_events)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infcl.step import wrappers
-from infcl.step.grad_cache import Features, MicroBatches, cached_step
+from infcl.step.grad_cache import Features, MicroBatches, cached_step, call
 from infcl.step.replay import Replay
 
 
@@ -72,17 +72,18 @@ def contrastive_step(
         cached_activations = min(cached_activations, max(1, total - 1))
     names: list[str] = []  # names of the model's outputs; empty for a tuple
     graphs = 0
-    replay = Replay(model, name)
+    replay = Replay(model, name, total)
     with replay, ExitStack() as without_reduction:
         without_reduction.enter_context(wrappers.accumulating(model))
 
-        def encode(micro_batch: Any) -> Features:
+        def encode(*inputs: Any, **named: Any) -> Features:
             nonlocal graphs
+            replay.begin()
             graphs += torch.is_grad_enabled()
             if graphs == total and (total == 1 or cached_activations < total):  # the next backward is the last
                 without_reduction.close()
             with _note(f"{name}, micro-batch {replay.index} of {total}, contrastive_step"):
-                output = _call(model, micro_batch)
+                output = model(*inputs, **named)
             if isinstance(output, Mapping):
                 names[:] = output
                 output = tuple(output.values())
@@ -106,8 +107,7 @@ def contrastive_step(
             encode=encode,
             loss=compute_loss,
             backward=run_backward,
-            before_encode=replay.begin,
-            on_phase=replay.on_phase,
+            on_phase=replay.statistics.on_phase,
             resident=cached_activations,
         )
     wrappers.average_unwrapped(model, group)
@@ -162,7 +162,7 @@ class Encoders(nn.Module):
     def _encode(self, encoder: nn.Module, given: Any, index: int) -> Tensor:
         name = f"encoder {index} ({type(encoder).__name__})"
         with _note(name):
-            output = _call(encoder, given)
+            output = call(encoder, given)
             if self.features is not None:
                 output = self.features(output, given)
         if not isinstance(output, Tensor) or output.ndim != 2 or not output.is_floating_point():
@@ -199,12 +199,6 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     micro_batches = [_slice(batch, slice(begin, begin + size), rows) for begin in range(0, rows, size)]
     unpacked = isinstance(batch, list) and _is_nested(batch)
     return [tuple(micro_batch) for micro_batch in micro_batches] if unpacked else micro_batches
-
-
-def _call(module: nn.Module, given: Any) -> Any:
-    if isinstance(given, Mapping):
-        return module(**given)
-    return module(*given) if isinstance(given, tuple) else module(given)
 
 
 def _check_output(name: str, output: Any) -> Features:

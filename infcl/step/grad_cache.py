@@ -10,8 +10,8 @@ The last R micro-batches ("resident": cached activations) keep their graphs from
 first. M micro-batches cost 2 M - R encodings. R = 1 costs no memory, because a replay holds one micro-batch's graph
 anyway. R = M is a step without a cache.
 
-Random states (patch dropout, dropout) are set before each encoding of a micro-batch, so pass 2 repeats pass 1 exactly.
-A frozen tower is encoded once: `encode_again` encodes only the rest.
+The random state (patch dropout, dropout) is saved before a micro-batch's first encoding and restored before its second,
+so pass 2 repeats pass 1 exactly. A frozen tower is encoded once: a micro-batch may lack its inputs in pass 2.
 
 Gradient scaling: the mean over ranks of the loss's gradients must be the exact gradient of the global loss. The
 surrogate then needs no factor under wrappers that average over ranks: DDP, FSDP, ZeRO, Megatron.
@@ -19,17 +19,18 @@ surrogate then needs no factor under wrappers that average over ranks: DDP, FSDP
 Shapes: m rows per micro-batch, M micro-batches, b = M m rows per rank, D embedding width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 Features = dict[str, torch.Tensor]  # [m, D] float features by name; scalars [1]
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class MicroBatches(Protocol):
-    """The micro-batches of a step: a list, or a sequence that loads them on access (offload.PixelCache)."""
+    """The micro-batches of a step: a list, or a sequence that loads them on access (batches.StepBatches)."""
 
     def __len__(self) -> int: ...
 
@@ -51,84 +52,63 @@ class StepOutput:
         return self.scalars["logit_scale"]
 
 
-def grad_cache_step(
-    micro_batches: MicroBatches,
-    *,
-    encode: Callable[[Any], Features],
-    loss: Callable[..., torch.Tensor],
-    seeds: Sequence[int],
-    **options: Any,
-) -> StepOutput:
-    """Run `cached_step` for a model with the outputs of infcl.models.CLIP, with a seed per micro-batch.
-
-    Args:
-        micro_batches: M micro-batches.
-        encode: micro-batch -> image_features and text_features [m, D] f32, logit_scale [1], optionally logit_bias
-            [1]; calls the engine, in train mode.
-        loss: (image_features [b, D], text_features [t b, D], scale [1], bias [1] or None) -> [] f32, scaled as the
-            module docstring says. The t texts of an image are adjacent.
-        seeds: one per micro-batch.
-        **options: as in `cached_step`.
-
-    Raises:
-        ValueError: the number of seeds is not M.
-    """
-    if len(seeds) != len(micro_batches):
-        raise ValueError(f"{len(seeds)} seeds for {len(micro_batches)} micro-batches")
-    return cached_step(
-        micro_batches,
-        encode=encode,
-        loss=lambda given: loss(
-            given["image_features"], given["text_features"], given["logit_scale"].exp(), given.get("logit_bias")
-        ),
-        before_encode=lambda index: torch.manual_seed(seeds[index]),  # all devices
-        **options,
-    )
-
-
 def cached_step(
     micro_batches: MicroBatches,
     *,
-    encode: Callable[[Any], Features],
+    encode: Callable[..., Features],
     loss: Callable[[Features], torch.Tensor],
     backward: Callable[[torch.Tensor, bool], object],
-    before_encode: Callable[[int], object],
+    seeds: Sequence[int] | None = None,
     scalar_values: Callable[[Features], Features] | None = None,
     on_phase: Callable[[str], None] = lambda phase: None,
     resident: int = 1,
-    encode_again: Callable[[Any], Features] | None = None,
+    randomness: tuple[Callable[[], Any], Callable[[Any], None]] | None = None,
 ) -> StepOutput:
     """Encode, compute the loss once, replay. `backward` accumulates the gradients.
 
     Args:
         micro_batches: M micro-batches, accessed by index: 0 ... M - 1, then 0 ... M - R - 1.
-        encode: micro-batch -> Features, with the same names for every micro-batch. Tensors of two or more dimensions
-            have a row per sample, the others are scalars.
+        encode: called with a micro-batch as `call` does; returns Features, with the same names for every micro-batch.
+            Tensors of two or more dimensions have a row per sample, the others are scalars. In pass 2, features without
+            a gradient may be missing.
         loss: features of the rank's batch and scalars -> [] f32, scaled as the module docstring says.
         backward: called as backward(surrogate, is_last), exactly once per encoding with a graph.
-        before_encode: called with a micro-batch's index before each of its encodings; sets the random states.
+        seeds: one per micro-batch, set before its first encoding; None: the encodings continue the random state.
         scalar_values: scalars -> FP32 master values, for a model whose parameters are rounded copies (bf16, fp16). The
             loss uses the master values; gradients flow through the copies.
         on_phase: called with "encode", "loss" and "replay" when that phase begins.
         resident: R, the number of micro-batches that keep their graphs from pass 1; M or more means all.
-        encode_again: replaces `encode` in pass 2 to skip frozen parts. Features without a gradient may be missing.
+        randomness: functions that save and restore the random state; None: those of torch's generators.
 
     Returns:
-        Loss, scalars, finite rows and replay order.
+        Loss, scalars, finite rows and replay order. The random state is then that after pass 1.
+
+    Raises:
+        ValueError: the number of seeds is not M.
     """
     num_micro_batches = len(micro_batches)
+    if seeds is not None and len(seeds) != num_micro_batches:
+        raise ValueError(f"{len(seeds)} seeds for {num_micro_batches} micro-batches")
     num_cached = max(0, num_micro_batches - max(1, resident))
+    save, restore = randomness or (random_state, set_random_state)
+    states: dict[int, Any] = {}  # before the first encoding of each micro-batch
 
-    def encode_at(index: int, encode: Callable[[Any], Features] = encode) -> Features:
+    def encode_at(index: int) -> Features:
         micro_batch = micro_batches[index]
-        before_encode(index)
-        return encode(micro_batch)
+        if index in states:
+            restore(states[index])
+        else:
+            if seeds is not None:
+                torch.manual_seed(seeds[index])  # all devices
+            states[index] = save()
+        return call(encode, micro_batch)
 
     on_phase("encode")
     with torch.no_grad():
         outputs = [encode_at(index) for index in range(num_cached)]
     graphs = [encode_at(index) for index in range(num_cached, num_micro_batches)]
     outputs += graphs
+    after = save()
 
     on_phase("loss")
     sides = [name for name, value in outputs[-1].items() if value.ndim > 1]
@@ -146,12 +126,43 @@ def cached_step(
     rows = {name: grads.pop(name).split(sizes[name]) for name in sides}
     order = [*reversed(range(num_cached, num_micro_batches)), *range(num_cached)]
     for index in order:
-        output = graphs.pop() if graphs else encode_at(index, encode_again or encode)
+        output = graphs.pop() if graphs else encode_at(index)
         surrogate: Any = sum((output[name] * rows[name][index]).sum() for name in sides if name in output)
         surrogate = surrogate + sum((output[name] * (grad / num_micro_batches)).sum() for name, grad in grads.items())
         del output
         backward(surrogate, index == order[-1])
+    restore(after)
     return StepOutput(loss_value, scalars, finite_rows, order)
+
+
+def call(function: Callable[..., Any], given: Any) -> Any:
+    """Call a function with a micro-batch: function(**m) for a mapping, function(*m) for a tuple, else function(m)."""
+    if isinstance(given, Mapping):
+        return function(**given)
+    return function(*given) if isinstance(given, tuple) else function(given)
+
+
+def by_name(loss: Callable[..., torch.Tensor]) -> Callable[[Features], torch.Tensor]:
+    """Return a loss of the outputs of infcl.models.CLIP.
+
+    Args:
+        loss: (image_features [b, D], text_features [t b, D], scale [1], bias [1] or None) -> [] f32. The t texts of an
+            image are adjacent.
+    """
+    return lambda given: loss(
+        given["image_features"], given["text_features"], given["logit_scale"].exp(), given.get("logit_bias")
+    )
+
+
+def random_state() -> RandomState:
+    """Return torch's random states of the CPU and of this process's GPU (None before CUDA is initialised)."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
 
 
 def _joined(outputs: Sequence[Features], name: str) -> torch.Tensor:

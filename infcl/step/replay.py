@@ -1,4 +1,4 @@
-"""Replay: restore random states and running statistics so that pass 2 repeats pass 1, and check that it does."""
+"""Replay: restore running statistics after both passes, and check that pass 2 repeats pass 1."""
 
 from typing import Any
 
@@ -13,11 +13,16 @@ _SAME = 0.05  # relative difference of the two passes; different dropout masks e
 
 
 class Replay:
-    """State of one step: a context around both passes. Call `begin` before and `compare` after each encoding."""
+    """State of one step: a context around both passes. Call `begin` before and `compare` after each encoding.
 
-    def __init__(self, model: nn.Module, name: str):
-        self.name, self.index, self.calls = name, 0, 0
-        self.states: dict[int, Any] = {}
+    Args:
+        model: the module.
+        name: its name, for messages.
+        total: number of micro-batches, M.
+    """
+
+    def __init__(self, model: nn.Module, name: str, total: int):
+        self.name, self.total, self.calls = name, total, 0
         self.seen: Features = {}
         self.difference: Tensor | None = None
         self.statistics = RunningStatistics(model)
@@ -25,14 +30,14 @@ class Replay:
         self.buffers = {key: value for key, value in model.named_buffers() if id(value) not in own}
         self.versions: dict[str, int] = {}
 
-    def begin(self, index: int) -> None:
-        """Save the random state before the first encoding of micro-batch `index`; restore it before the second."""
-        self.index, self.calls = index, self.calls + 1
-        if index in self.states:
-            _set_random_state(self.states[index])
-        else:
-            self.states[index] = _random_state()
-        if index == 1 and self.calls == 2:  # not index 0: DDP may broadcast the buffers in its forward
+    @property
+    def index(self) -> int:
+        """The micro-batch that is encoded: 0 ... M - 1, then 0 ... in pass 2."""
+        return (self.calls - 1) % self.total
+
+    def begin(self) -> None:
+        self.calls += 1
+        if self.calls == 2 and self.total > 1:  # not the first: DDP may broadcast the buffers in its forward
             self.versions = {key: value._version for key, value in self.buffers.items()}
 
     def compare(self, features: Features) -> None:
@@ -44,7 +49,7 @@ class Replay:
                     "only the running statistics of BatchNorm are handled. Freeze it, or put its module in eval mode"
                 )
         self.versions = {}
-        if self.index == 0 and not self.seen:
+        if self.calls == 1:
             self.seen = {key: value.detach().clone() for key, value in features.items()}
         elif self.index == 0:
             apart = [
@@ -62,11 +67,6 @@ class Replay:
                 "forward depends on random numbers that are not torch's, or on a state that it changes"
             )
 
-    def on_phase(self, phase: str) -> None:
-        if phase == "loss":
-            self.after = _random_state()
-        self.statistics.on_phase(phase)
-
     def __enter__(self) -> None:
         self.statistics.__enter__()
 
@@ -74,7 +74,6 @@ class Replay:
         self.statistics.__exit__(*error)
         if error[0] is None:
             self.statistics.publish()
-            _set_random_state(self.after)
 
 
 class RunningStatistics:
@@ -145,14 +144,3 @@ def _buffers(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 def running_statistics(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers of a model that keep running statistics."""
     return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
-
-
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    """Return torch's random states of the CPU and of this process's GPU (None before CUDA is initialised)."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

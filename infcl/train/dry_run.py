@@ -17,7 +17,7 @@ from infcl.parallel import Parallel, describe_ranks, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.memory import host_bytes, host_parts, memory_of
 from infcl.plan.setting import STAGES, Setting, parameter_counts, setting_of_run
-from infcl.step.pixels import auto_budget
+from infcl.step.batches import auto_budget
 from infcl.train.build import Inputs, build_loader, build_meta_model, build_schedule, build_tasks
 from infcl.train.diagnostics import model_flops, trained_shares
 

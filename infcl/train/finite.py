@@ -104,7 +104,7 @@ class Skips:
     def _own(self, step: Step) -> list[str]:
         """Return lines about this rank's non-finite values. Collective if tensor-parallel; waits for the device."""
         found = []
-        ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.pixels.ids]
+        ids = [join_parts(self.parallel, own.to(self.parallel.device)).cpu() for own in step.batches.ids]
         sizes = [len(numbers) for numbers in ids]
         for tower in _TOWERS:
             wrong = ~step.output.finite_rows[f"{tower}_features"].cpu()

@@ -14,8 +14,8 @@ import torch
 from infcl.checkpoint.run_folder import why_not_written
 from infcl.config import counted
 from infcl.parallel import Parallel, all_gather
+from infcl.step.batches import StepBatches
 from infcl.step.grad_cache import StepOutput
-from infcl.step.offload import PixelCache
 
 WARM_UP_STEPS = 5  # before a profile
 COLLAPSED_STEPS, COLLAPSED_SPREAD = 20, 0.01
@@ -34,7 +34,7 @@ class Step:
         applied: False if the gradients were not finite and the weights did not change.
         is_last: whether this is the last step of the run.
         output: result of the gradient cache; on the device.
-        pixels: the micro-batches' ids, waiting times and share of token positions, until the next step begins.
+        batches: the micro-batches' ids, waiting times and share of token positions, until the next step begins.
         values: record for metrics.jsonl; observers may add to it.
         news: lines that the console prints after the step; observers may add to it.
     """
@@ -47,7 +47,7 @@ class Step:
     applied: bool
     is_last: bool
     output: StepOutput
-    pixels: PixelCache
+    batches: StepBatches
     values: dict[str, float | None]
     news: list[str] = field(default_factory=list)
 
@@ -83,8 +83,8 @@ class Stragglers:
         """Add the ranks' usual and largest seconds to a logged step. Collective at logged steps."""
         if self.parallel.world_size == 1:
             return
-        until_encoded = step.phases.get("data", 0.0) + step.phases.get("encode", 0.0) + step.pixels.waited_again
-        self._seconds.append(step.pixels.waited_for_data if self.encoding_waits else until_encoded)
+        until_encoded = step.phases.get("data", 0.0) + step.phases.get("encode", 0.0) + step.batches.waited_again
+        self._seconds.append(step.batches.waited_for_data if self.encoding_waits else until_encoded)
         if step.number % self.every:
             return
         own = torch.tensor(fmean(self._seconds), dtype=torch.float64, device=self.parallel.device).view(1)

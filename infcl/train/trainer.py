@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,8 @@ from infcl.parallel import (
     micro_batch_seed,
     seed_everything,
 )
-from infcl.step.grad_cache import StepOutput, grad_cache_step
-from infcl.step.pixels import build_pixel_cache, describe_pixels
+from infcl.step.batches import build_step_batches, describe_pixels
+from infcl.step.grad_cache import StepOutput, by_name, cached_step
 from infcl.step.replay import RunningStatistics
 from infcl.train.build import Inputs, build_loader, build_loss, build_model, build_schedule, build_tasks, split_model
 from infcl.train.compile import prepare_blocks
@@ -101,13 +100,13 @@ class Trainer:
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
 
     def _build_step(self, before: dict | None) -> None:
-        """Build the pixel cache and the loss. `before` is the trainer's state in the checkpoint, if any."""
+        """Build the micro-batches of a step and the loss. `before` is the trainer's state in the checkpoint, if any."""
         spec, parallel, module = self.spec, self.parallel, self.engine.module
         self.texts_for_model = texts_for_model(self.model_config.text_cfg, pack=spec.packs_captions)
         self.resident, self.graphs = resident_micro_batches(
             spec, self.engine, self.model_config, parallel, before=before
         )
-        self.pixels = build_pixel_cache(
+        self.batches = build_step_batches(
             spec,
             module,
             parallel,
@@ -193,7 +192,8 @@ class Trainer:
             epoch = self.step // steps_per_epoch
             self.loader.set_position(epoch, self.step % steps_per_epoch)
             self.timer.mark("data")
-            with contextlib.closing(self.loader.steps(self.pixels.again)) as steps, self.pixels:  # ends the workers
+            steps = self.loader.steps(self.batches.pixels.again)
+            with contextlib.closing(steps), self.batches:  # ends the workers
                 for micro_batches in steps:
                     step = self.train_step(micro_batches)
                     for observer in self.observers:
@@ -209,7 +209,7 @@ class Trainer:
     def train_step(self, micro_batches: Iterator[dict[str, torch.Tensor]]) -> Step:
         """Train one step on the M micro-batches that the loader yields, and on those that it reads a second time."""
         started = time.perf_counter()
-        self.pixels.begin(micro_batches)
+        self.batches.begin(micro_batches)
         output = self._encode_and_replay()
         lr, tower_norms, applied = self._update()
         return self._measure(started, output, lr, tower_norms, applied)
@@ -225,11 +225,11 @@ class Trainer:
             self.statistics.on_phase(phase)
 
         with self.statistics:
-            output = grad_cache_step(
-                self.pixels,
-                encode=self._encode,
-                loss=self._loss,
-                backward=self._backward,
+            output = cached_step(
+                self.batches,
+                encode=self.engine.encode,
+                loss=by_name(self._loss),
+                backward=self.engine.backward,
                 seeds=[
                     micro_batch_seed(self.config.seed, self.step, index, self.parallel.dp_rank)
                     for index in range(self.batch.num_micro_batches)
@@ -237,10 +237,9 @@ class Trainer:
                 scalar_values=self.engine.scalar_values,
                 on_phase=on_phase,
                 resident=self.resident,
-                encode_again=self._encode_again,
             )
         self.timer.mark("step")
-        self.pixels.check()
+        self.batches.check()
         return output
 
     def _update(self) -> tuple[float, torch.Tensor, bool]:
@@ -274,10 +273,10 @@ class Trainer:
             "samples_per_second": self.batch.global_batch_size / seconds,
             "mfu": self.mfu(
                 self.batch.global_batch_size / self.parallel.world_size / seconds,
-                self.pixels.text_share * self.config.texts_per_image,
+                self.batches.text_share * self.config.texts_per_image,
             ),
-            "text_share": self.pixels.text_share,
-            "data_wait": self.pixels.waited / seconds,
+            "text_share": self.batches.text_share,
+            "data_wait": self.batches.waited / seconds,
             "peak_memory_mb": peak_memory_mb(self.parallel.device),
             "worker_memory_mb": max(self.loader.worker_memory_mb(), default=0.0),
             "skipped_steps": self.skips.total,
@@ -299,7 +298,7 @@ class Trainer:
             applied=applied,
             is_last=self.step == self.total_steps,
             output=output,
-            pixels=self.pixels,
+            batches=self.batches,
             values=values,
         )
 
@@ -317,21 +316,8 @@ class Trainer:
 
     def _same_ids(self) -> torch.Tensor | None:
         """Return int64 [b, 1 (+ 1 hard negative)], equal for duplicates; None if they are not compared."""
-        own = [join_parts(self.parallel, ids.to(self.parallel.device)) for ids in self.pixels.same_ids]
+        own = [join_parts(self.parallel, ids.to(self.parallel.device)) for ids in self.batches.same_ids]
         return torch.cat(own) if own else None
-
-    def _encode(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self.engine.encode(**micro_batch)
-
-    def _encode_again(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Encode with the towers that have gradients."""
-        frozen = self.engine.module.frozen
-        skipped = {"images": frozen["image"], "texts": frozen["text"]}
-        given: dict[str, Any] = {name: None if skipped.get(name) else value for name, value in micro_batch.items()}
-        return self.engine.encode(**given)
-
-    def _backward(self, surrogate: torch.Tensor, is_last: bool) -> None:
-        self.engine.backward(surrogate, is_last)
 
     @property
     def samples_seen(self) -> int:
@@ -444,7 +430,7 @@ class Trainer:
             "loss": config.loss,
             "engine": f"{self.spec.zero_in_words}, {self.spec.precision}, {describe_ranks(self.parallel)}",
             "towers": ", ".join(towers),
-            "pixels": describe_pixels(self.pixels),
+            "pixels": describe_pixels(self.batches),
             "optimizer": f"{config.opt}, learning rate {schedule}, {schedule.warmup:,} warm-up steps",
         }
         lines = [aligned(rows.items())]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from infcl.models import CLIP, load_model_config
-from infcl.step.grad_cache import grad_cache_step
+from infcl.step.batches import StepBatches
+from infcl.step.grad_cache import by_name, cached_step
+from infcl.step.pixels import PixelCache
 from tests.lib.step_oracle import dense_loss, whole_batch_gradients
 
 SIZES = [3, 4, 1, 5]
@@ -29,28 +31,34 @@ def micro_batches():
     return list(zip(images.split(SIZES), texts.split(SIZES)))
 
 
-def trainer_like(model):
-    """(encode, encode_again, calls of each tower's first block) as the trainer makes them."""
+def calls_of(model):
+    """Return {tower: calls of its first block}, which counts from now on."""
     calls = {"image": 0, "text": 0}
     for side, owner in (("image", model.visual), ("text", model)):
         block = owner.transformer.resblocks[0]
         block.register_forward_hook(lambda *_, side=side: calls.__setitem__(side, calls[side] + 1))
+    return calls
 
-    def encode_again(batch):
-        return model(None if model.frozen["image"] else batch[0], None if model.frozen["text"] else batch[1])
 
-    return lambda batch: model(*batch), encode_again, calls
+class AsTheTrainers(StepBatches):
+    """The micro-batches of a step as the trainer gives them, of any sizes, in memory."""
+
+    def __init__(self, batches, frozen):
+        side = batches[0][0].shape[-1]
+        pixels = PixelCache(torch.device("cpu"), (0, 3, side, side), replayed=0, kept=0)
+        super().__init__(pixels, len(batches), device=torch.device("cpu"), frozen=frozen)
+        pixels.second = lambda index, _: batches[index][0]
+        self.begin({"images": one, "texts": two, "ids": torch.arange(len(one))} for one, two in batches)
 
 
 def calls_of_a_right_step(model, resident) -> dict[str, int]:
     """A step's loss and gradients are the whole batch's -> how often each tower's first block ran in it."""
     batches, seeds = micro_batches(), list(range(len(SIZES)))
-    encode, encode_again, calls = trainer_like(model)
-    output = grad_cache_step(
-        batches,
-        encode=encode,
-        encode_again=encode_again,
-        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+    calls = calls_of(model)
+    output = cached_step(
+        AsTheTrainers(batches, model.frozen),
+        encode=model,
+        loss=by_name(lambda image, text, scale, bias: dense_loss(image, text, scale)),
         backward=lambda surrogate, is_last: surrogate.backward(),
         seeds=seeds,
         resident=resident,

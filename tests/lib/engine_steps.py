@@ -29,16 +29,16 @@ def accumulate(engine, micro_batches, seeds, *, encode=None, loss=None, resident
     """Run both passes of a step, after which the gradients are complete; return the StepOutput.
 
     Args:
-        encode: micro-batch -> features; by default engine.encode(images, texts).
+        encode: images, texts -> features; by default engine.encode.
         loss: by default Inf-CL over the data-parallel ranks.
     """
     from infcl.loss.contrastive import ContrastiveLoss
-    from infcl.step.grad_cache import grad_cache_step
+    from infcl.step.grad_cache import by_name, cached_step
 
-    return grad_cache_step(
+    return cached_step(
         micro_batches,
-        encode=encode or (lambda pair: engine.encode(*pair)),
-        loss=loss or ContrastiveLoss("inf_cl", group=engine.dp_group),
+        encode=encode or engine.encode,
+        loss=by_name(loss or ContrastiveLoss("inf_cl", group=engine.dp_group)),
         backward=engine.backward,
         seeds=seeds,
         scalar_values=engine.scalar_values,

@@ -33,7 +33,7 @@ def rank_process(rank: int, arguments: list[str], port: int, folder: Path) -> No
     def step(self, micro_batches):
         done = plain_step(self, micro_batches)
         with open(folder / f"ids.{rank}", "a") as file:
-            file.write(json.dumps([self.step, torch.cat(self.pixels.ids).tolist()]) + "\n")
+            file.write(json.dumps([self.step, torch.cat(self.batches.ids).tolist()]) + "\n")
         return done
 
     Trainer.train_step = step  # type: ignore[method-assign]

@@ -63,8 +63,7 @@ def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compil
     assert prepare_blocks(model, spec, parallel) == compiled
     engine, packed = Engine(model, spec, parallel), texts_for_model(model.cfg.text_cfg, pack=spec.packs_captions)
 
-    def encode(pair):
-        images, texts = pair
+    def encode(images, texts):
         return engine.encode(images, **packed(texts))
 
     step, answers = engine.step, []

@@ -13,7 +13,7 @@ def step_done(number: int = 1, *, waited: float = 0.0, again: float = 0.0, **fie
     """Make a step of 4 seconds that was applied; `waited` s for data, of which `again` s in the second reading."""
     plain = {
         "samples_seen": number, "seconds": 4.0, "phases": {}, "loss": 1.0, "applied": True, "is_last": False,
-        "values": {}, "pixels": SimpleNamespace(ids=[], text_share=1.0, waited_for_data=waited, waited_again=again),
+        "values": {}, "batches": SimpleNamespace(ids=[], text_share=1.0, waited_for_data=waited, waited_again=again),
         "output": StepOutput(torch.zeros([]), torch.zeros(1), {}, []),
     }  # fmt: skip
     return Step(number, **(plain | fields))

@@ -83,8 +83,7 @@ def train_steps(
     loss, losses, norms, tower_norms = build_loss(spec, parallel), [], [], []
     as_taken = texts_for_model(CFG.text_cfg, pack=spec.packs_captions)
 
-    def encode(pair):
-        images, texts = pair
+    def encode(images, texts):
         return engine.encode(images, **as_taken(texts))
 
     engine.train()

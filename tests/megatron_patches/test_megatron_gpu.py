@@ -58,8 +58,8 @@ def train(flags: dict):
     from infcl.config import may_pack
     from infcl.engine.engine import Engine
     from infcl.parallel import init_parallel, mean_over
-    from infcl.step.grad_cache import grad_cache_step
-    from infcl.step.pixels import texts_of_part
+    from infcl.step.batches import texts_of_part
+    from infcl.step.grad_cache import by_name, cached_step
     from infcl.train.build import build_loss, split_model
     from infcl.train.compile import prepare_blocks
     from megatron_patches.groups import init_tensor_parallel
@@ -86,10 +86,10 @@ def train(flags: dict):
         own = slice(parallel.dp_rank * batch.rank_batch_size, (parallel.dp_rank + 1) * batch.rank_batch_size)
         images, texts = (side[own].split(micro_batch_size) for side in batch_of(step))
         read = [one.chunk(parallel.tp_size)[parallel.tp_rank] for one in texts]  # by this rank
-        output = grad_cache_step(
+        output = cached_step(
             [{"images": one, **texts_of(part)} for one, part in zip(images, read)],
-            encode=lambda given: engine.encode(**{name: value.to(parallel.device) for name, value in given.items()}),
-            loss=loss,
+            encode=lambda **given: engine.encode(**{n: value.to(parallel.device) for n, value in given.items()}),
+            loss=by_name(loss),
             backward=engine.backward,
             seeds=range(batch.num_micro_batches),
             scalar_values=engine.scalar_values,

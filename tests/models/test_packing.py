@@ -21,7 +21,8 @@ from infcl.models.packing import (
     texts_for_model,
     why_unpackable,
 )
-from infcl.step.offload import PixelCache
+from infcl.step.batches import StepBatches
+from infcl.step.pixels import PixelCache
 from infcl.train.compile import compile_blocks
 from tests.lib.loss_oracle import relative_error
 
@@ -207,8 +208,8 @@ def test_tensor_parallel_ranks_pack_where_it_is_asked_for():
 def test_the_share_of_places_is_that_of_a_steps_texts(parts, rows_of_short, rows_of_long):
     """parts: ranks that read a part of each micro-batch, here all alike."""
     cfg, images = EOS, (4, 3, 2, 2)
-    pixels = PixelCache(
-        CPU, images, num_micro_batches=2, resident=1, kept=1, parts=parts,
+    step = StepBatches(
+        PixelCache(CPU, images, replayed=1, kept=1), 2, device=CPU, parts=parts,
         texts=lambda texts: texts_for_model(cfg, pack=True)(torch.cat([texts] * parts)),
     )  # fmt: skip
     for lengths, rows in (([[5, 6, 7, 8], [1, 1, 1, 1]], rows_of_short), ([[13] * 4] * 2, rows_of_long)):
@@ -216,6 +217,6 @@ def test_the_share_of_places_is_that_of_a_steps_texts(parts, rows_of_short, rows
             {"images": torch.zeros(images, dtype=torch.uint8), "texts": captions(cfg, one), "ids": torch.arange(4)}
             for one in lengths
         ]
-        pixels.begin(iter(batches))
-        assert pixels[0].keys() == {"images", "texts", "text_ends"} and pixels[1].keys() == pixels[0].keys()
-        assert pixels.text_share == rows * 32 / (parts * 2 * 4 * 13)
+        step.begin(iter(batches))
+        assert step[0].keys() == {"images", "texts", "text_ends"} and step[1].keys() == step[0].keys()
+        assert step.text_share == rows * 32 / (parts * 2 * 4 * 13)

@@ -16,7 +16,7 @@ from infcl.models import CLIP, load_model_config
 from infcl.parallel import init_parallel
 from infcl.plan.memory import host_bytes, host_parts, memory_of
 from infcl.plan.setting import setting_of_run
-from infcl.step import pixels
+from infcl.step import batches
 from infcl.train.dry_run import _host_table
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
@@ -155,15 +155,16 @@ def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path,
     )
     numel, free = sum(parameter.numel() for parameter in model.parameters()), 100e6
     saved = checkpoint_bytes(config, numel, numel)
-    monkeypatch.setattr(pixels, "available_host_bytes", lambda: free)
-    monkeypatch.setattr(pixels, "max_over", lambda group, values, device: values)
+    monkeypatch.setattr(batches, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(batches, "max_over", lambda group, values, device: values)
     parallel.dp_group = None
     one = config.batch_size * 3 * cfg.vision_cfg.image_size**2
 
     def kept(**changes) -> int:
         spec = spec_of(dataclasses.replace(config, **changes), parallel)
         reserved = later_host_bytes(spec, model)
-        return len(pixels.build_pixel_cache(spec, model, parallel, resident=1, repeats=True, reserved=reserved).kept)
+        step = batches.build_step_batches(spec, model, parallel, resident=1, repeats=True, reserved=reserved)
+        return len(step.pixels.kept)
 
     assert kept() == int(0.6 * (free - saved) / 2 // one) < int(0.6 * free / 2 // one)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -172,7 +173,7 @@ def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path,
     assert kept(deepspeed_config=preset) == int(0.6 * (free - saved - 4 * numel) / 2 // one) < kept()
     with pytest.raises(ValueError, match="are free next to a checkpoint's copy"):
         kept(pixel_cache_gb=str((free - saved / 2) / 2 / 1e9))
-    monkeypatch.setattr(pixels, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not rejected for it
+    monkeypatch.setattr(batches, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not rejected for it
     assert kept() == kept(pixel_cache_gb="0") == 0
 
 

@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-from infcl.step.grad_cache import grad_cache_step
+from infcl.step.grad_cache import by_name, cached_step
 from tests.lib.step_oracle import ToyCLIP, dense_loss, global_batch, whole_batch_gradients, worst_error
 
 
 def cached_gradients(model, micro_batches, seeds, encode=None, **options):
     model.zero_grad()
-    encode = encode or (lambda batch: model(*batch))
-    output = grad_cache_step(
+    output = cached_step(
         micro_batches,
-        encode=encode,
-        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        encode=encode or model,
+        loss=by_name(lambda image, text, scale, bias: dense_loss(image, text, scale)),
         backward=lambda surrogate, is_last: surrogate.backward(),
         seeds=seeds,
         **options,
@@ -39,7 +38,7 @@ def test_a_replay_under_another_seed_is_noticed():
     images, texts = global_batch(12)
     micro_batches = list(zip(images.split(4), texts.split(4)))
 
-    def forgetful_encode(batch):
+    def forgetful_encode(*batch):
         if torch.is_grad_enabled():
             torch.manual_seed(99)
         return model(*batch)
@@ -65,7 +64,7 @@ def test_resident_micro_batches_are_encoded_once_the_others_twice(
     model, calls = ToyCLIP(), []
     images, texts = global_batch(2 * num_micro_batches)
 
-    def encode(batch):
+    def encode(*batch):
         calls.append(torch.is_grad_enabled())
         return model(*batch)
 
@@ -79,10 +78,10 @@ def test_master_values_go_into_the_loss_and_gradients_into_the_parameter():
     model = ToyCLIP()
     master = model.logit_scale.detach() + 0.01
     images, texts = global_batch(6)
-    grad_cache_step(
+    cached_step(
         [(images, texts)],
-        encode=lambda batch: model(*batch),
-        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        encode=model,
+        loss=by_name(lambda image, text, scale, bias: dense_loss(image, text, scale)),
         backward=lambda surrogate, is_last: surrogate.backward(),
         seeds=[0],
         scalar_values=lambda returned: {"logit_scale": master},

@@ -7,8 +7,9 @@ import weakref
 import pytest
 import torch
 
-from infcl.step.grad_cache import grad_cache_step
-from infcl.step.offload import PixelCache, checksum
+from infcl.step.batches import StepBatches
+from infcl.step.grad_cache import by_name, cached_step
+from infcl.step.pixels import PixelCache, checksum
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import dense_loss
 from tests.lib.training import demo_config, fit, rejection
@@ -24,9 +25,9 @@ class PixelModel(torch.nn.Module):
         self.image, self.text = torch.nn.Linear(3 * SIDE * SIDE, 4), torch.nn.Embedding(10, 4)
         self.logit_scale = torch.nn.Parameter(torch.ones(1))
 
-    def forward(self, batch):
-        image = self.image(batch["images"].flatten(1).float() / 255)
-        text = self.text(batch["texts"]).mean(dim=1)
+    def forward(self, images, texts, ids=None):
+        image = self.image(images.flatten(1).float() / 255)
+        text = self.text(texts).mean(dim=1)
         normalize = torch.nn.functional.normalize
         features = {"image_features": normalize(image, dim=1), "text_features": normalize(text, dim=1)}
         return features | {"logit_scale": self.logit_scale + 0}
@@ -41,19 +42,19 @@ def decode(index: int) -> dict[str, torch.Tensor]:
     }
 
 
-def cache(kept, *, resident=1) -> PixelCache:
-    images = (ROWS, 3, SIDE, SIDE)
-    return PixelCache(CPU, images, num_micro_batches=M, resident=resident, kept=kept)
+def step_batches(kept, *, resident=1) -> StepBatches:
+    pixels = PixelCache(CPU, (ROWS, 3, SIDE, SIDE), replayed=M - resident, kept=kept)
+    return StepBatches(pixels, M, device=CPU)
 
 
-def gradients(pixels, items, *, resident=1):
+def gradients(batches, items, *, resident=1):
     model = PixelModel()
-    if isinstance(pixels, PixelCache):
-        pixels.begin(iter(items))
-    grad_cache_step(
-        pixels,
+    if isinstance(batches, StepBatches):
+        batches.begin(iter(items))
+    cached_step(
+        batches,
         encode=model,
-        loss=lambda image, text, scale, bias: dense_loss(image, text, scale),
+        loss=by_name(lambda image, text, scale, bias: dense_loss(image, text, scale)),
         backward=lambda surrogate, is_last: surrogate.backward(),
         seeds=[0] * M,
         resident=resident,
@@ -65,24 +66,25 @@ def gradients(pixels, items, *, resident=1):
 def test_what_is_kept_changes_no_bit_of_the_gradients(resident):
     expected = gradients([decode(i) for i in range(M)], [], resident=resident)
     for kept in range(M + 2):
-        pixels = cache(kept, resident=resident)
+        batches = step_batches(kept, resident=resident)
+        pixels = batches.pixels
         assert len(pixels.kept) == min(kept, M - resident) and len(pixels.again) == max(0, M - resident - kept)
         items = (decode(i) for i in (*range(M), *pixels.again))
-        for got, wanted in zip(gradients(pixels, items, resident=resident), expected):
+        for got, wanted in zip(gradients(batches, items, resident=resident), expected):
             assert torch.equal(got, wanted)
-        pixels.check()
+        batches.check()
         assert next(items, None) is None, "the step must take all that the loader yields for it"
 
 
 def test_a_locked_image_tower_needs_no_pixels_in_the_second_pass():
-    images = (ROWS, 3, SIDE, SIDE)
-    pixels = PixelCache(CPU, images, num_micro_batches=M, resident=1, kept=M, replays_pixels=False)
+    pixels = PixelCache(CPU, (ROWS, 3, SIDE, SIDE), replayed=0, kept=M)
     assert pixels.kept.numel() == 0 and not pixels.again
-    pixels.begin(decode(i) for i in range(M))
-    first = [pixels[i] for i in range(M)]
+    batches = StepBatches(pixels, M, device=CPU, frozen={"image": True, "text": False})
+    batches.begin(decode(i) for i in range(M))
+    first = [batches[i] for i in range(M)]
     assert all(torch.equal(first[i]["images"], decode(i)["images"]) for i in range(M))
-    second = [pixels[i] for i in range(M - 1)]
-    assert all(batch["images"] is None for batch in second)
+    second = [batches[i] for i in range(M - 1)]
+    assert all("images" not in batch for batch in second)
     assert all(torch.equal(second[i]["texts"], decode(i)["texts"]) for i in range(M - 1))
 
 
@@ -101,27 +103,28 @@ def test_pixels_that_are_not_kept_are_freed(kept):
             alive.append(weakref.ref(batch["images"]))
             yield batch
 
-    pixels = cache(kept)
-    gradients(pixels, items(pixels))
+    batches = step_batches(kept)
+    pixels = batches.pixels
+    gradients(batches, items(pixels))
     assert pixels.kept.numel() == min(kept, M - 1) * ROWS * 3 * SIDE * SIDE
     assert most <= 2
 
 
 def test_changed_pixels_in_the_second_reading_end_the_step():
-    pixels = cache(1)
-    items = [decode(i) for i in (*range(M), *pixels.again)]
+    batches = step_batches(1)
+    items = [decode(i) for i in (*range(M), *batches.pixels.again)]
     items[-1]["images"][ROWS - 1, 2, SIDE - 1, SIDE - 1] ^= 1
-    gradients(pixels, items)
+    gradients(batches, items)
     with pytest.raises(RuntimeError, match=r"micro-batch 3 \(samples 9, 10, 11\) had other pixels"):
-        pixels.check()
+        batches.check()
 
 
 def test_other_samples_than_before_end_the_step():
-    pixels = cache(1)
-    items = [decode(i) for i in (*range(M), *pixels.again)]
+    batches = step_batches(1)
+    items = [decode(i) for i in (*range(M), *batches.pixels.again)]
     items[-1]["ids"][0] = 77
     with pytest.raises(RuntimeError, match=r"micro-batch 3 had samples 9, 10, 11 and has \[77, 10, 11\]"):
-        gradients(pixels, items)
+        gradients(batches, items)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 75, 224])

@@ -9,7 +9,8 @@ import torch
 
 from infcl.models.packing import longest
 from infcl.report import read_metrics
-from infcl.step.offload import PixelCache
+from infcl.step.batches import StepBatches
+from infcl.step.pixels import PixelCache
 from tests.lib.entry import alone, command, losses
 from tests.lib.gpu_steps import steps_without_waiting
 from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error
@@ -31,19 +32,19 @@ def test_pixels_are_not_overwritten_while_they_are_used(kept, on_gpu):
     host for a moment only, as packed ones are.
     """
     device = torch.device("cuda")
-    options = {"num_micro_batches": M, "resident": 1, "kept": kept, "on_gpu": on_gpu}
-    pixels = PixelCache(device, IMAGES, **options, texts=lambda texts: {"texts": texts.pin_memory()})
+    pixels = PixelCache(device, IMAGES, replayed=M - 1, kept=kept, on_gpu=on_gpu)
+    batches = StepBatches(pixels, M, device=device, texts=lambda texts: {"texts": texts.pin_memory()})
     assert on_gpu or not pixels.kept.numel() or pixels.kept.is_pinned()
     for _ in range(2):
-        pixels.begin(micro_batch(i) for i in (*range(M), *pixels.again))
+        batches.begin(micro_batch(i) for i in (*range(M), *pixels.again))
         seen = []
         for order in (range(M), range(M - 1)):
             for index in order:
-                batch = pixels[index]
+                batch = batches[index]
                 torch.cuda._sleep(20_000_000)
                 assert batch["texts"].is_cuda
                 seen.append((batch["images"].clone(), batch["texts"].clone()))
-        pixels.check()
+        batches.check()
         for index, (images, texts) in zip([*range(M), *range(M - 1)], seen, strict=True):
             expected = micro_batch(index)
             assert torch.equal(images.cpu(), expected["images"]) and torch.equal(texts.cpu(), expected["texts"]), index

@@ -62,18 +62,18 @@ def test_a_collapsed_run_is_reported_once_after_twenty_steps_of_guessing():
 def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> None:
     """Train with a nap before each micro-batch is encoded or read."""
     trainer = new_trainer(config)
-    encode, steps = trainer._encode, trainer.loader.steps
+    encode, steps = trainer.engine.encode, trainer.loader.steps
 
-    def encode_late(micro_batch):
+    def encode_late(**micro_batch):
         time.sleep(naps[rank])
-        return encode(micro_batch)
+        return encode(**micro_batch)
 
     def steps_late(again):
         for micro_batches in steps(again):
             yield (time.sleep(naps[rank]) or micro_batch for micro_batch in micro_batches)
 
     if where == "encoding":
-        trainer._encode = encode_late
+        trainer.engine.encode = encode_late
     else:
         trainer.loader.steps = steps_late
     trainer.fit()
