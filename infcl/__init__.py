@@ -15,14 +15,15 @@ Read the packages in the order of the data flow:
     evaluate/, convert/ zero-shot and retrieval; export to other libraries
 
 The library needs torch only. `contrastive_step`, `Encoders` and `split_batch` train any encoders with `inf_cl_loss`,
-`siglip_loss`, `info_nce_loss` or `nt_xent_loss`. `RingOptions` lists the losses' options. `InfCLLoss` and `SigLipLoss`
-are drop-ins for open_clip's losses.
+`siglip_loss`, `info_nce_loss` or `nt_xent_loss`, each also wrapped by `matryoshka`.
+`RingOptions` lists the losses' options. `InfCLLoss` and `SigLipLoss` are drop-ins for open_clip's losses.
 """
 
 from infcl.loss.contrastive import InfCLLoss, SigLipLoss
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.info_nce import info_nce_loss
 from infcl.loss.inputs import RingOptions
+from infcl.loss.matryoshka import matryoshka
 from infcl.loss.nt_xent import nt_xent_loss
 from infcl.loss.siglip import siglip_loss
 from infcl.step.contrastive import Encoders, contrastive_step, split_batch
@@ -37,6 +38,7 @@ __all__ = [
     "contrastive_step",
     "inf_cl_loss",
     "info_nce_loss",
+    "matryoshka",
     "nt_xent_loss",
     "siglip_loss",
     "split_batch",

@@ -171,6 +171,8 @@ def _check_loss(config: TrainConfig) -> None:
         )
     if config.dataset_type == "synthetic" and (treatment != "negative" or config.texts_per_image > 1):
         raise ValueError("--dataset-type synthetic has no data for --duplicates, --negatives-key, --captions-per-image")
+    if config.matryoshka_weights and not config.matryoshka_widths:
+        raise ValueError("--matryoshka-weights needs --matryoshka-widths")
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
         raise ValueError(
             f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip; {config.loss} multiplies in float32"

@@ -160,6 +160,21 @@ class TrainConfig:
         choices=("auto", "bf16", "fp16", "tf32", "fp32"),
     )
 
+    matryoshka_widths: list = _loss(
+        [],
+        "train prefixes of the embeddings of these widths as embeddings too, ascending [none]",
+        nargs="+",
+        metavar="N",
+        type=int,
+    )
+    matryoshka_weights: list = _loss(
+        [],
+        "weights of the losses at --matryoshka-widths, whose mean is trained [equal]",
+        nargs="+",
+        metavar="X",
+        type=float,
+    )
+
     batch_size: int = _optimisation(
         64,
         "samples per GPU and micro-batch; auto: the largest size that fits into memory (needs --global-batch-size)",

@@ -4,7 +4,7 @@ In:  the model config, and the summary of a run if there is one. The flags come 
 The card shows only names of data, never paths of the training machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def write_card(
     flags = RunFolder(Path(card["paths"]["run"])).flags() if "paths" in card else {}
     sections = [
         _usage(cfg, format, tokenizer),
-        _section("Model", _model_rows(cfg)),
+        _section("Model", _model_rows(cfg, flags.get("matryoshka_widths") or ())),
         _section("Training", _training_rows(card, flags)),
         _section("Evaluation", _evaluation_rows(card)),
     ]
@@ -91,7 +91,7 @@ def _usage(cfg: CLIPConfig | OpenClipConfig, format: str, tokenizer: TokenizerSo
     return f"```python\n{code}\n```\n" + (f"\n{note}\n" if note else "")
 
 
-def _model_rows(cfg: CLIPConfig | OpenClipConfig) -> dict[str, object]:
+def _model_rows(cfg: CLIPConfig | OpenClipConfig, widths: Sequence[int]) -> dict[str, object]:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_towers(cfg).parameters())
     rows: dict[str, object] = {"parameters": f"{parameters:,}"}
@@ -104,7 +104,10 @@ def _model_rows(cfg: CLIPConfig | OpenClipConfig) -> dict[str, object]:
             f"ViT, {image.layers} x {image.width}, patch {image.patch_size}, {image.image_size} pixels"
         )
         rows["text tower"] = f"{text.layers} x {text.width}, {text.context_length} tokens of {text.vocab_size}"
-    return rows | {"embedding": cfg.embed_dim}
+    rows["embedding"] = cfg.embed_dim
+    if widths:
+        rows["shorter embeddings"] = f"the first {', '.join(map(str, widths))} numbers, scaled to unit length"
+    return rows
 
 
 def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:

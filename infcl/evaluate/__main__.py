@@ -22,6 +22,7 @@ from infcl.data.evaluation import RESIZES, EvalConfig
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
+from infcl.loss.matryoshka import check_widths
 from infcl.models import CLIP
 from infcl.models.packing import packs, texts_for_model
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
@@ -71,7 +72,10 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
         flags = dataclasses.replace(flags, csv_img_root=None)  # another table's
     given = {name: value for name in _READING if (value := getattr(args, name)) is not None}
     config = EvalConfig.of(dataclasses.replace(flags, **given), args.data, clip.cfg, resize=args.image_resize)
-    common = {"tokenizer": tokenizer, "batch_size": args.batch_size}
+    widths = flags.matryoshka_widths if args.widths is None else args.widths
+    if widths:
+        check_widths(widths, dim=clip.cfg.embed_dim)
+    common = {"tokenizer": tokenizer, "batch_size": args.batch_size, "widths": widths}
     if args.task == "zeroshot":
         files = {name: getattr(args, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
         task = ZeroShotTask(config, **files, **common)
@@ -110,7 +114,7 @@ def table(result: dict) -> str:
     about = ("checkpoint", "data", "classes", "prompts", "prompt", "prompt_source")
     rows = [(name.replace("_", " "), str(result[name])) for name in about if name in result]
     for name, value in result["metrics"].items():
-        is_share = name.startswith("top") or name.endswith(("_r1", "_r5", "_r10"))
+        is_share = name.endswith(("top1", "top5", "_r1", "_r5", "_r10"))
         rows.append((name.replace("_", " "), f"{100 * value:.2f} %" if is_share else f"{value:,.6g}"))
     rows.append(("seconds", f"{result['seconds']:,.1f} on {counted(result['world_size'], 'rank')}"))
     return f"\n{aligned(rows)}\n"
@@ -141,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--captions", choices=CAPTIONS, help="lines: each line of a text member is a caption [the run's; one]")
     add("--loss-batch-size", type=int, help="report the loss of global batches of this size too (retrieval)")
     add("--loss", choices=LOSS_NAMES, default="inf_cl", help="which loss that is [inf_cl]")
+    add("--widths", type=int, nargs="+", metavar="N", help="metrics of prefixes of these widths too [the run's]")
     add("--image-resize", choices=RESIZES, default="torch", help="pil: the pixels of published figures [torch]")
     add("--batch-size", type=int, default=64, help="images per rank and forward [64]")
     add("--precision", choices=tuple(PRECISIONS), default="fp32")

@@ -44,6 +44,11 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
         yield (filler, False) if batch is None else (batch, True)
 
 
+def at_width(width: int, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of embeddings of this width under names of their own, without the counts of samples."""
+    return {f"width_{width}_{name}": value for name, value in metrics.items() if not name.startswith("num_")}
+
+
 def keys_of(inputs: torch.Tensor) -> torch.Tensor:
     """Return int64 [n], equal for equal rows of `inputs`, [n, ...] in host memory."""
     digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in inputs.numpy())

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl.evaluate.features import gather_rows, in_step, keys_of, share_equal
+from infcl.loss.matryoshka import prefix
 from infcl.loss.ring import RingExchange
 
 RECALLS = (1, 5, 10)
@@ -35,6 +36,10 @@ class Features(NamedTuple):
     texts: torch.Tensor  # f32 [t, D], unit norm
     owner: torch.Tensor  # int64 [t]: the row of `images` that a caption describes
     scalars: dict[str, torch.Tensor]  # logit_scale [1], log-space; logit_bias [1] where the model has one
+
+    def prefix(self, width: int) -> "Features":
+        """Return the features of the first `width` dimensions, of unit norm (loss/matryoshka)."""
+        return self._replace(images=prefix(self.images, width), texts=prefix(self.texts, width))
 
 
 def encode_pairs(

@@ -6,7 +6,7 @@ A task is built and checked before training starts, so that missing files and un
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from infcl.data.evaluation import EvalConfig, EvalSample, EvalSamples, class_names, eval_source
 from infcl.data.index import SampleKeys
 from infcl.data.shards import expand_shards
+from infcl.evaluate.features import at_width
 from infcl.evaluate.load import Tokenize
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
-from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot, read_classes, read_templates
+from infcl.evaluate.zero_shot import build_classifiers, evaluate_zero_shot, read_classes, read_templates
 from infcl.parallel import Parallel, from_first_rank
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Task(ABC):
         config: the set.
         tokenizer: n texts -> int64 [n, L].
         batch_size: images per rank and forward.
+        widths: also report the metrics of embeddings of these widths: a prefix of the features, normalised.
     """
 
     missing = ""  # what no sample has where `check` fails
@@ -44,8 +46,8 @@ class Task(ABC):
     skipped_as = ""  # the counter of samples without a target
     about: Mapping[str, str | int] = {}  # what the metrics depend on, to print and store with them
 
-    def __init__(self, config: EvalConfig, *, tokenizer: Tokenize, batch_size: int):
-        self.data, self.tokenizer, self.batch_size = config.data, tokenizer, batch_size
+    def __init__(self, config: EvalConfig, *, tokenizer: Tokenize, batch_size: int, widths: Sequence[int] = ()):
+        self.data, self.tokenizer, self.batch_size, self.widths = config.data, tokenizer, batch_size, widths
         self.blank = torch.zeros(3, config.image_size, config.image_size, dtype=torch.uint8)
         self.source = eval_source(config)
 
@@ -137,6 +139,8 @@ class RetrievalTask(Task):
     def metrics(self, encode: Encode, batches: Iterator, scalar_values: ScalarValues, **where: Any) -> dict[str, float]:
         features = encode_pairs(encode, batches, self.collate([(self.blank, ["-"])]), **where)
         metrics = retrieval_metrics(features, group=where["group"])
+        for width in self.widths:
+            metrics |= at_width(width, retrieval_metrics(features.prefix(width), group=where["group"]))
         if self.loss is not None:
             metrics |= validation_loss(features, self.loss, where["group"], scalar_values(features.scalars))
         return metrics
@@ -207,6 +211,8 @@ class ZeroShotTask(Task):
 
     def metrics(self, encode: Encode, batches: Iterator, scalar_values: ScalarValues, **where: Any) -> dict[str, float]:
         names, size = self.classes.names, self.batch_size
-        classifier = build_classifier(encode, self.tokenizer, names, self.templates, batch_size=size, **where)
+        classifiers = build_classifiers(
+            encode, self.tokenizer, names, self.templates, batch_size=size, widths=self.widths, **where
+        )
         filler = self.collate([(self.blank, 0)])
-        return evaluate_zero_shot(encode, batches, filler, classifier, self.classes.right, **where)
+        return evaluate_zero_shot(encode, batches, filler, classifiers, self.classes.right, **where)

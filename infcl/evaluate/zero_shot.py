@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from infcl.evaluate.features import in_step
+from infcl.evaluate.features import at_width, in_step
+from infcl.loss.matryoshka import prefix
 
 _IMAGENET = Path(__file__).with_name("imagenet.json")
 DEFAULT_TEMPLATE = "a photo of a {}"  # for class folders without templates.txt
@@ -90,7 +91,7 @@ def read_templates(path: str | Path | None) -> list[str]:
     return templates
 
 
-def build_classifier(
+def build_classifiers(
     encode: Callable[..., dict[str, torch.Tensor]],
     tokenize: Callable[[list[str]], torch.Tensor],
     classnames: Sequence[str],
@@ -99,8 +100,9 @@ def build_classifier(
     group: dist.ProcessGroup,
     device: torch.device,
     batch_size: int,
-) -> torch.Tensor:
-    """Compute class embeddings [K, D] f32, unit norm, on every rank. Collective: one all-reduce of [K, D].
+    widths: Sequence[int] = (),
+) -> list[torch.Tensor]:
+    """Compute class embeddings [K, D] f32, unit norm, on every rank. Collective: one all-reduce of [K, D] each.
 
     Args:
         encode: (None, tokens [n, L] on the host) -> dict with unit-norm text_features [n, D] on the device.
@@ -109,28 +111,34 @@ def build_classifier(
         templates: prompts with {} for the class name.
         group, device: ranks that share the prompts, and this rank's device.
         batch_size: prompts per forward.
+        widths: also of prefixes of the features of these widths.
+
+    Returns:
+        The class embeddings of full width, and [K, w] for each of the widths.
     """
     prompts = [(k, template.replace("{}", name)) for k, name in enumerate(classnames) for template in templates]
     chunks = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     own_chunks = chunks[dist.get_rank(group) :: dist.get_world_size(group)]
-    sums = None
+    sums: list[torch.Tensor] = []
     for chunk, is_real in in_step(own_chunks, chunks[0], group, device):
         labels = torch.tensor([k for k, _ in chunk], device=device)
         with torch.no_grad():
             features = encode(None, tokenize([text for _, text in chunk]))["text_features"].float()  # [chunk, D]
-        sums = features.new_zeros(len(classnames), features.shape[1]) if sums is None else sums
+        of_widths = [features, *(prefix(features, width) for width in widths)]
+        sums = sums or [rows.new_zeros(len(classnames), rows.shape[1]) for rows in of_widths]
         if is_real:
-            sums.index_add_(0, labels, features)
-    assert sums is not None, "there are prompts"
-    dist.all_reduce(sums, group=group)
-    return F.normalize(sums, dim=-1)
+            for total, rows in zip(sums, of_widths):
+                total.index_add_(0, labels, rows)
+    for total in sums:
+        dist.all_reduce(total, group=group)
+    return [F.normalize(total, dim=-1) for total in sums]
 
 
 def evaluate_zero_shot(
     encode: Callable[..., dict[str, torch.Tensor]],
     batches: Iterable[tuple[torch.Tensor, ...]],
     filler: tuple[torch.Tensor, ...],
-    classifier: torch.Tensor,
+    classifiers: list[torch.Tensor],
     right: torch.Tensor,
     *,
     group: dist.ProcessGroup,
@@ -142,32 +150,40 @@ def evaluate_zero_shot(
         encode: (uint8 [m, 3, H, W] on the device, None) -> dict with image_features [m, D].
         batches: this rank's (uint8 images [m, 3, H, W], int64 labels [m]).
         filler: a batch for ranks that run out early.
-        classifier: f32 [K, D], unit norm.
+        classifiers: f32 [K, D], unit norm; further ones [K, w] classify prefixes of width w.
         right: bool [labels, K], the correct classes of each label.
         group, device: ranks that share the images, and this rank's device.
 
     Returns:
-        top1, top5 (shares) and num_samples.
+        top1, top5 (shares) and num_samples; width_W_top1, width_W_top5 of further classifiers.
 
     Raises:
         ValueError: no rank has a labelled sample.
     """
     right = right.to(device)
-    counts = torch.zeros(3, dtype=torch.float64, device=device)  # top-1 hits, top-5 hits, samples
-    top = min(5, len(classifier))
+    hits = torch.zeros(len(classifiers), 2, dtype=torch.float64, device=device)  # top-1 and top-5
+    samples = torch.zeros((), dtype=torch.float64, device=device)
+    top = min(5, len(classifiers[0]))
     for (images, labels), is_real in in_step(batches, filler, group, device):
         with torch.no_grad():
-            features = encode(images.to(device, non_blocking=True), None)["image_features"]
-        scores = features.float() @ classifier.T  # [m, K]
-        if is_real:
-            hits = right[labels.to(device)].gather(1, scores.topk(top, dim=-1).indices)  # [m, top]
-            counts[:2] += torch.stack([hits[:, 0].sum(), hits.any(1).sum()])
-            counts[2] += len(labels)
-    dist.all_reduce(counts, group=group)
-    top1, top5, samples = counts.tolist()
+            features = encode(images.to(device, non_blocking=True), None)["image_features"].float()
+        if not is_real:
+            continue
+        samples += len(labels)
+        for count, classifier in zip(hits, classifiers):
+            rows = features if classifier is classifiers[0] else prefix(features, classifier.shape[1])
+            best = (rows @ classifier.T).topk(top, dim=-1).indices  # [m, top]
+            is_hit = right[labels.to(device)].gather(1, best)
+            count += torch.stack([is_hit[:, 0].sum(), is_hit.any(1).sum()])
+    for count in (hits, samples):
+        dist.all_reduce(count, group=group)
     if samples == 0:
         raise ValueError("zero-shot evaluation found no labelled sample")
-    return {"top1": top1 / samples, "top5": top5 / samples, "num_samples": samples}
+    shares = [dict(zip(("top1", "top5"), count)) for count in (hits / samples).tolist()]
+    metrics = shares[0] | {"num_samples": float(samples)}
+    for classifier, of_width in zip(classifiers[1:], shares[1:]):
+        metrics |= at_width(classifier.shape[1], of_width)
+    return metrics
 
 
 def _read_lines(source: str | Path, kind: str) -> list[str]:

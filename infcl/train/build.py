@@ -5,6 +5,7 @@ import math
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from infcl.evaluate.validation import ValidationLoss
 from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.inputs import RingOptions
+from infcl.loss.matryoshka import check_widths, matryoshka
 from infcl.models.clip import build_towers
 from infcl.models.config import CLIPConfig, check_divides, load_any_config
 from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config
@@ -112,6 +114,8 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
             f"--model open_clip:{config.model} takes others"
         )
     check_divides(model_config, config.tensor_parallel_size)
+    if config.matryoshka_widths:
+        check_widths(config.matryoshka_widths, config.matryoshka_weights or None, dim=model_config.embed_dim)
     tokenizer = None
     if config.tokenizer is not None:
         source = find_tokenizer(config.tokenizer, model_config)
@@ -181,11 +185,16 @@ def split_model(model: Towers, parallel: Parallel) -> None:
         split_towers(model, parallel.tp_group)
 
 
-def build_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
-    """Build the loss of the flags over all ranks; ValueError if --tile does not run on this device.
+def build_loss(spec: RunSpec, parallel: Parallel) -> Callable[..., torch.Tensor]:
+    """Build the loss of the flags over all ranks; ValueError if --tile does not run on this device."""
+    widths, weights = spec.flags.matryoshka_widths, spec.flags.matryoshka_weights
+    if not widths:
+        return _contrastive_loss(spec, parallel)
+    return matryoshka([_contrastive_loss(spec, parallel) for _ in widths], widths, weights or None)
 
-    Tensor-parallel ranks divide their samples among themselves.
-    """
+
+def _contrastive_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
+    """Build the loss of features of one width. Tensor-parallel ranks divide their samples among themselves."""
     config = spec.flags
     select_tile(torch.empty(0, device=parallel.device), tile=config.tile)
     loss = ContrastiveLoss(
@@ -274,6 +283,7 @@ def build_tasks(inputs: Inputs) -> dict[str, RetrievalTask | ZeroShotTask]:
     if (flags.val_data or flags.zeroshot_data) and inputs.tokenizer is None:
         raise ValueError("--val-data and --zeroshot-data need --tokenizer")
     common: dict[str, Any] = {"tokenizer": inputs.tokenizer, "batch_size": batch.micro_batch_size}
+    common["widths"] = flags.matryoshka_widths
     if flags.val_data:
         loss = ValidationLoss(flags.loss, flags.tile, batch.rank_batch_size, inputs.spec.tile_dtype)
         data = EvalConfig.of(flags, flags.val_data, inputs.model_config)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from infcl.evaluate.features import in_step
 from infcl.evaluate.retrieval import Features, encode_pairs, retrieval_counts, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
-from infcl.evaluate.zero_shot import build_classifier, evaluate_zero_shot
+from infcl.evaluate.zero_shot import build_classifiers, evaluate_zero_shot
 from tests.lib.ranks import rejected, run_ranks
 
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
@@ -282,24 +282,26 @@ def classify(rank, world_size):
         return {"text_features": F.normalize(prototypes[tokens[:, 0]] + 0.2 * noise, dim=-1)}
 
     where = {"group": torch.distributed.group.WORLD, "device": torch.device("cpu")}
-    classifier = build_classifier(encode_text, tokenize, names, templates, batch_size=5, **where)
+    classifiers = build_classifiers(encode_text, tokenize, names, templates, batch_size=5, widths=(3,), **where)
     batches = own_batches((images, labels), rank, world_size, 4)
     right = torch.eye(CLASSES).bool()
     metrics = evaluate_zero_shot(
-        lambda x, _: {"image_features": x}, batches, (images[:1], labels[:1]), classifier, right, **where
+        lambda x, _: {"image_features": x}, batches, (images[:1], labels[:1]), classifiers, right, **where
     )
-    expected_classifier = F.normalize(
-        torch.stack(
-            [encode_text(None, tokenize([t.format(n) for t in templates]))["text_features"].sum(0) for n in names]
-        ),
-        dim=-1,
-    )
-    top1 = float(((images @ expected_classifier.T).argmax(1) == labels).float().mean())
-    return metrics, top1, float((classifier - expected_classifier).abs().max())
+    expected, errors = [], []
+    for classifier, width in zip(classifiers, (WIDTH, 3)):
+        prompts = [encode_text(None, tokenize([t.format(n) for t in templates]))["text_features"] for n in names]
+        exact = F.normalize(torch.stack([F.normalize(of_class[:, :width]).sum(0) for of_class in prompts]))
+        expected.append(float(((images[:, :width] @ exact.T).argmax(1) == labels).float().mean()))
+        errors.append(float((classifier - exact).abs().max()))
+    return metrics, expected, max(errors)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_zero_shot_equals_the_single_process_computation(world_size):
-    for metrics, top1, classifier_error in run_ranks(classify, world_size):
-        assert metrics == {"top1": pytest.approx(top1), "top5": 1.0, "num_samples": SAMPLES}
+    """Of the full features, and of their first 3 dimensions."""
+    for metrics, (top1, narrow), classifier_error in run_ranks(classify, world_size):
+        of_width = {"width_3_top1": pytest.approx(narrow), "width_3_top5": metrics["width_3_top5"]}
+        assert metrics == {"top1": pytest.approx(top1), "top5": 1.0, "num_samples": SAMPLES} | of_width
+        assert narrow < top1 and metrics["width_3_top5"] >= narrow
         assert classifier_error < 1e-6

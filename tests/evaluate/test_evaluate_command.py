@@ -160,6 +160,7 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
     (tmp_path / "tiny.json").write_text(small_config().to_json())
     sets = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
     zero_3 = {"model": str(tmp_path / "tiny.json"), "deepspeed_config": "ds_configs/zero3.json"}
+    zero_3["matryoshka_widths"] = [3, 8]
     run_ranks(fit, 2, demo_config(demo_folder, tmp_path, steps=2, **sets, **zero_3), timeout=200)
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
@@ -169,6 +170,8 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
     )
     assert prompt.items() <= read_metrics(run / "metrics.jsonl", "zero_shot")[-1].items()
     assert reported["retrieval"]["val_loss_batch"] == 2 * 64
+    assert {f"width_{width}_text_to_image_r1" for width in (3, 8)} <= reported["retrieval"].keys()
+    assert {f"width_{width}_top1" for width in (3, 8)} <= reported["zero_shot"].keys()
     arguments = ("--task", "retrieval", "--data", demo_folder / "val", "--loss-batch-size", 2 * 64)
     alone = evaluate(1, tmp_path, "--checkpoint", run, *arguments)
     assert alone == pytest.approx(reported["retrieval"], rel=1e-4)
@@ -176,7 +179,8 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
     for checkpoint in (run / "export", run / "export-hf", run / "checkpoints" / "step_00000002"):
         arguments = ("--task", "zeroshot", "--data", sets["zeroshot_data"], "--checkpoint", checkpoint)
         assert evaluate(1, tmp_path, *arguments) == pytest.approx(reported["zero_shot"], rel=1e-6)
-    assert "| batch | 128 samples" in (run / "export-hf" / "README.md").read_text()
+    card = (run / "export-hf" / "README.md").read_text()
+    assert "| batch | 128 samples" in card and "| shorter embeddings | the first 3, 8 numbers" in card
 
     theirs = import_transformers().CLIPModel.from_pretrained(run / "export-hf").eval()
     ours, _ = load_exported(run / "export")

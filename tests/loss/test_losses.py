@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infcl import RingOptions, inf_cl_loss, info_nce_loss, nt_xent_loss, siglip_loss
+from infcl import RingOptions, inf_cl_loss, info_nce_loss, matryoshka, nt_xent_loss, siglip_loss
 from infcl.loss.captions import captions_loss
 from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, global_batch, oracle, over_ranks, relative_error
 from tests.lib.ranks import rejected, run_ranks
@@ -184,6 +184,31 @@ def test_one_caption_without_hard_negatives_is_inf_cl():
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("name", ["inf_cl", "siglip", "info_nce"])
+@pytest.mark.parametrize("weights", [None, [1, 0, 2.5]])
+def test_a_matryoshka_loss_is_the_mean_of_the_losses_of_normalised_prefixes(name, weights):
+    case = Case(name, 13, 24, 20.0, "near", FLOAT64, bias=-5.0, ids="none", positives="in order")
+    sides = [side.requires_grad_() for side in global_batch(case)[:2]]
+    loss = {
+        "inf_cl": lambda a, b: inf_cl_loss(a, b, 20.0),
+        "siglip": lambda a, b: siglip_loss(a, b, 20.0, -5.0),
+        "info_nce": lambda a, b: info_nce_loss(a, b, torch.arange(13), 20.0),
+    }[name]
+    value = matryoshka(loss, [1, 7, 24], weights)(*sides)
+    logits = [20 * F.normalize(a[:, :w]) @ F.normalize(b[:, :w]).T for w in (1, 7, 24) for a, b in [sides]]
+    own = torch.arange(13)
+    dense = {
+        "inf_cl": lambda of: (F.cross_entropy(of, own) + F.cross_entropy(of.T, own)) / 2,
+        "siglip": lambda of: -F.logsigmoid((2 * torch.eye(13) - 1) * (of - 5)).sum() / 13,
+        "info_nce": lambda of: F.cross_entropy(of, own),
+    }[name]
+    shares = torch.tensor(weights or [1.0, 1.0, 1.0]).double()
+    expected = torch.stack([dense(of) for of in logits]) @ (shares / shares.sum())
+    torch.testing.assert_close(value, expected, rtol=1e-11, atol=0)
+    for gradient, true in zip(*(torch.autograd.grad(of, sides) for of in (value, expected))):
+        assert relative_error(gradient, true) < 1e-9
+
+
 def test_a_feature_that_is_not_finite_is_seen_in_the_loss():
     for value in (math.inf, math.nan):
         images, texts = torch.full((2, 3, 4), 0.5)
@@ -248,6 +273,9 @@ def _with(**options):
         ),
         (captions_loss, (IMAGES, TEXTS, 1.0), {"duplicates": "mask"}, r"'mask' needs ids \[5\]"),
         (inf_cl_loss, (ROWS, ROWS, 1.0), {"duplicates": "mask"}, "'mask' needs ids"),
+        (matryoshka(inf_cl_loss, [2, 9]), (ROWS, ROWS, 1.0), {}, "width 9 is above the 8 dimensions"),
+        (matryoshka, (inf_cl_loss, [4, 4]), {}, "widths 4 4 must ascend"),
+        (matryoshka, (inf_cl_loss, [4, 8], [1, -1]), {}, "weights 1 -1 do not fit the widths 4 8"),
         (siglip_loss, (ROWS, ROWS, 1.0, 0.0), {"duplicates": "none"}, "duplicates is one of .*, not 'none'"),
         (
             siglip_loss,

@@ -80,8 +80,12 @@ def test_a_run_with_siglips_bias_continues_with_clips_loss(demo_folder, tmp_path
     assert "init_logit_bias" not in json.loads((tmp_path / "second" / "model_config.json").read_text())
 
 
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
-def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
+@pytest.mark.parametrize(
+    ("preset", "objectives"),
+    [(preset, {}) for preset in ("zero0", "zero1", "zero2", "zero3", "zero2_bf16")]
+    + [("zero1", {"matryoshka_widths": [8, 32], "matryoshka_weights": [1.0, 2.0]})],
+)
+def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset, objectives):
     """Patch dropout on; saved after step 5, which is inside an epoch, and ended abruptly two steps later."""
     flags = {
         "batch_size": 8,
@@ -91,7 +95,7 @@ def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset):
         "deepspeed_config": f"ds_configs/{preset}.json",
         "precision": "bf16" if preset == "zero2_bf16" else "fp32",
         "ema_decay": 0.9,
-    }
+    } | objectives
     whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
     stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
     run_ranks(fit, 2, stopped, 7)
@@ -258,6 +262,7 @@ def test_a_resume_into_epochs_of_another_length_is_rejected(demo_folder, tmp_pat
     ("changes", "message"),
     [
         ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
+        ({"matryoshka_widths": [8, 65]}, "matryoshka width 65 is above the 64 dimensions"),
         ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer (there is no such folder)"),
         ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
     ],
