@@ -12,12 +12,13 @@ Random choices (patch dropout) are drawn outside the blocks, from a generator th
 so tensor-parallel ranks drop the same patches.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from infcl.models.clip import CLIP
-from infcl.models.config import check_divides
 from infcl.models.transformer import ResidualBlock
 from megatron_patches.linear import ColumnAttention, ColumnLinear, RowLinear, Sharing
 from megatron_patches.split import ATTRIBUTE, Split
@@ -32,12 +33,13 @@ def split_towers(model: CLIP, group: dist.ProcessGroup) -> None:
         model: full and equal on the ranks of `group`.
         group: the tensor-parallel ranks.
     """
-    check_divides(model.cfg, dist.get_world_size(group))
+    model.cfg.check_divides(dist.get_world_size(group))
     sharing = Sharing(group)
+    for tower in model.transformers.values():
+        for block in cast(Any, tower.resblocks):
+            _split_block(block, sharing)
     for module in model.modules():
-        if isinstance(module, ResidualBlock):
-            _split_block(module, sharing)
-        elif isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d):
             for parameter in module.parameters(recurse=False):
                 _average_gradient(parameter, group)
 

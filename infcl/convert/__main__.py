@@ -19,7 +19,8 @@ from infcl.convert.export import FORMATS, export_model
 from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import EVALUATION_KEYS
 from infcl.data.tokenizer.source import stored_tokenizer
-from infcl.models import CLIPConfig, OpenClipConfig, load_any_config
+from infcl.models import load_any_config
+from infcl.models.config import ModelConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig]:
+def _export(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     if not (args.run / "model_config.json").is_file():
         raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
     cfg = load_any_config(args.run / "model_config.json")
@@ -74,7 +75,7 @@ def _export(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig
     return out, cfg
 
 
-def _import(args: argparse.Namespace) -> tuple[Path, CLIPConfig | OpenClipConfig]:
+def _import(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     weights = read_weights(args.weights)
     if weights.cfg is None and not args.model:
         raise ValueError(f"{args.weights} does not say which model it is: give --model, such as ViT-B-32")

@@ -14,7 +14,6 @@ Each folder has a model card, README.md. `python -m infcl.convert export RUN` ex
 ZeRO stage.
 """
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +26,9 @@ from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.convert.import_weights import SCALARS, model_with, read_weights
 from infcl.convert.model_card import write_card
 from infcl.data.tokenizer.source import TokenizerSource
-from infcl.models import CLIPConfig, OpenClipConfig, build_towers
-from infcl.models.open_clip_config import BUILT_BY, CLEAN
+from infcl.models import CLIPConfig, build_towers
+from infcl.models.config import ModelConfig
+from infcl.models.open_clip_config import CLEAN
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf", "safetensors")
@@ -37,7 +37,7 @@ WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 
 def export_model(
     state_dict: Mapping[str, torch.Tensor],
-    cfg: CLIPConfig | OpenClipConfig,
+    cfg: ModelConfig,
     tokenizer: TokenizerSource | str | Path | None,
     out_dir: str | Path,
     *,
@@ -71,9 +71,9 @@ def export_model(
             _check_tokenizer(tokenizer.where, cfg)
         cfg = _with_record(cfg, tokenizer, name)
     if format == "hf":
-        if isinstance(cfg, OpenClipConfig):
+        if (towers := cfg.as_clip_model) is None:
             raise ValueError("--format hf: a CLIPModel holds our own towers only; --format open_clip fits this model")
-        _write_hf(state_dict, cfg, tokenizer, out)
+        _write_hf(state_dict, towers, tokenizer, out)
     elif format == "open_clip":
         _write_open_clip(state_dict, cfg, tokenizer, out)
     else:
@@ -86,7 +86,7 @@ def export_model(
     return out
 
 
-def load_exported(folder: str | Path) -> tuple[Any, CLIPConfig | OpenClipConfig]:
+def load_exported(folder: str | Path) -> tuple[Any, ModelConfig]:
     """Load an exported folder of any format: the model in eval mode on the CPU, and its config.
 
     Raises:
@@ -98,9 +98,7 @@ def load_exported(folder: str | Path) -> tuple[Any, CLIPConfig | OpenClipConfig]
     return model_with(weights, weights.cfg).eval(), weights.cfg
 
 
-def _with_record(
-    cfg: CLIPConfig | OpenClipConfig, tokenizer: TokenizerSource, name: str
-) -> CLIPConfig | OpenClipConfig:
+def _with_record(cfg: ModelConfig, tokenizer: TokenizerSource, name: str) -> ModelConfig:
     """Return the config with the record of a tokenizer whose files are in the exported folder."""
     kwargs = {key: value for key, value in tokenizer.kwargs.items() if value is not None}
     record: dict[str, Any] = {"tokenizer_kwargs": kwargs or None, "tokenizer_mode": tokenizer.mode}
@@ -110,18 +108,14 @@ def _with_record(
 
 def _write_open_clip(
     state_dict: Mapping[str, torch.Tensor],
-    cfg: CLIPConfig | OpenClipConfig,
+    cfg: ModelConfig,
     tokenizer: TokenizerSource | None,
     out: Path,
 ) -> None:
-    model_cfg, config = dict(cfg.to_dict()), {}
-    if isinstance(cfg, OpenClipConfig):
-        config["built_by"] = BUILT_BY
-        model_cfg["init_logit_bias"] = -10.0 if "logit_bias" in state_dict else None  # open_clip builds a bias if set
     if tokenizer is not None and tokenizer.kind != "clip":
         export_tokenizer(tokenizer, out, cfg.text_cfg.context_length, takes_raw_text=False)
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / CONFIG, config | {"model_cfg": model_cfg, "preprocess_cfg": dataclasses.asdict(cfg.preprocess)})
+    _write_json(out / CONFIG, cfg.open_clip_json())
     _write_weights(state_dict, out / WEIGHTS)
 
 
@@ -152,10 +146,9 @@ def _write_hf(
     _write_json(out / "preprocessor_config.json", preprocessing)
 
 
-def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig | OpenClipConfig) -> None:
-    has_bias = isinstance(cfg, OpenClipConfig) and "logit_bias" in state_dict
+def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: ModelConfig) -> None:
     with torch.device("meta"):
-        model = build_towers(cfg, init_logit_bias=0.0 if has_bias else None)
+        model = build_towers(cfg)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     missing, unknown = sorted(expected.keys() - state_dict.keys()), sorted(state_dict.keys() - expected.keys())
     if missing or unknown:
@@ -166,7 +159,7 @@ def _check_weights(state_dict: Mapping[str, torch.Tensor], cfg: CLIPConfig | Ope
             raise ValueError(f"weights are not of this config: {name} has shape {given}, not {shape}")
 
 
-def _check_tokenizer(tokenizer_model: str | Path, cfg: CLIPConfig | OpenClipConfig) -> None:
+def _check_tokenizer(tokenizer_model: str | Path, cfg: ModelConfig) -> None:
     proto, text = read_model(tokenizer_model), cfg.text_cfg
     theirs = (len(proto.pieces), proto.trainer_spec.eos_id, proto.trainer_spec.pad_id)
     ours = (text.vocab_size, text.eos_id, text.pad_id)

@@ -13,7 +13,6 @@ pixels were normalised differently, the first convolution and the position embed
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ import torch.nn.functional as F
 
 from infcl.convert.hf_clip import from_hf, from_hf_config
 from infcl.data.tokenizer.source import described_in
-from infcl.models import CLIPConfig, OpenClipConfig, build_towers, load_any_config
+from infcl.models import build_towers, load_any_config
+from infcl.models.config import ModelConfig
 from infcl.models.open_clip_config import PREFIX, import_open_clip, parse_preprocess, read_object
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
@@ -30,18 +30,13 @@ SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
 _ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 _FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
-# Settings per tower that do not affect shapes: weights with other settings would load, but compute wrong features.
-_UNSEEN = {
-    "image": ("quick_gelu", "vision_cfg.head_width", "vision_cfg.pool_type"),
-    "text": ("quick_gelu", "text_cfg.heads", "text_cfg.pool_type", "text_cfg.eos_id", "text_cfg.no_causal_mask"),
-}
 
 
 class Weights(NamedTuple):
     """Weights from a source, under our names."""
 
     state: dict[str, torch.Tensor]  # our names
-    cfg: CLIPConfig | OpenClipConfig | None  # None for a single file of weights
+    cfg: ModelConfig | None  # None for a single file of weights
     source: str
     mean: Sequence[float] = IMAGE_MEAN  # with which the image tower's pixels were normalised
     std: Sequence[float] = IMAGE_STD
@@ -149,10 +144,12 @@ def load_pretrained(
     return lines
 
 
-def model_with(weights: Weights, cfg: CLIPConfig | OpenClipConfig) -> Any:
+def model_with(weights: Weights, cfg: ModelConfig) -> Any:
     """Build a model with these weights on the CPU. Raises ValueError if they do not fit the config."""
-    lacks = isinstance(cfg, OpenClipConfig) or cfg.init_logit_bias is None
-    model = build_towers(cfg, init_logit_bias=0.0 if lacks and "logit_bias" in weights.state else None)
+    has_bias = "logit_bias" in weights.state
+    if has_bias != (cfg.init_logit_bias is not None):
+        cfg = cfg.with_logit_bias(0.0 if has_bias else None)
+    model = build_towers(cfg)
     load_tower(model, weights)
     return model
 
@@ -174,8 +171,8 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
     Raises:
         ValueError: with a list of keys that are missing, unexpected or of another shape, or of settings that differ.
     """
-    ours = isinstance(model.cfg, CLIPConfig)
-    if ours and isinstance(weights.cfg, CLIPConfig):
+    ours = model.cfg.fixed_preprocess
+    if weights.cfg is not None:
         _check_settings(model.cfg, weights.cfg, tower, weights.source)
     mine = {name: value for name, value in model.state_dict().items() if _belongs(name, tower)}
     state = _for_our_pixels(weights.state, weights.mean, weights.std) if ours else dict(weights.state)
@@ -186,7 +183,7 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
         if name in given:
             given[name] = given[name].reshape(1)
     changes = _fit_positions(given, mine)
-    if isinstance(model.cfg, OpenClipConfig) and tower != "text":  # our own towers adapt to other pixels
+    if not ours and tower != "text":
         here, there = ((of.mean, of.std) for of in (model.cfg.preprocess, weights))
         if here != (tuple(there[0]), tuple(there[1])):
             changes.append(f"its pixels were normalised by {there}, here by {here}")
@@ -253,12 +250,10 @@ def _shapes(name: str, given: torch.Tensor | None, needed: torch.Tensor | None) 
     return f"{name} is {there}, needed {here}"
 
 
-def _check_settings(ours: CLIPConfig, theirs: CLIPConfig, tower: str, source: str) -> None:
-    names = dict.fromkeys(name for kind, names in _UNSEEN.items() if tower in (kind, "whole") for name in names)
-    if ours.text_cfg.pool_type != "eos":
-        names.pop("text_cfg.eos_id", None)
-    values = {name: (attrgetter(name)(theirs), attrgetter(name)(ours)) for name in names}
-    different = [f"{name} is {there} there, {here} here" for name, (there, here) in values.items() if there != here]
+def _check_settings(ours: ModelConfig, theirs: ModelConfig, tower: str, source: str) -> None:
+    there, here = theirs.unseen_settings(tower), ours.unseen_settings(tower)
+    names = [name for name in here if name in there and here[name] != there[name]]
+    different = [f"{name} is {there[name]} there, {here[name]} here" for name in names]
     if different:
         raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings")
 
@@ -346,7 +341,7 @@ def _for_our_pixels(
     return state | {name: value.float() for name, value in changed.items()}
 
 
-def _folder_config(path: Path) -> CLIPConfig | OpenClipConfig | None:
+def _folder_config(path: Path) -> ModelConfig | None:
     for name in ("open_clip_config.json", "model_config.json"):
         if (path / name).is_file():
             return load_any_config(path / name)

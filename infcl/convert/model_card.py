@@ -12,7 +12,8 @@ import torch
 
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.data.tokenizer.source import TokenizerSource
-from infcl.models import CLIPConfig, OpenClipConfig, build_towers
+from infcl.models import build_towers
+from infcl.models.config import ModelConfig
 
 _LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
 EVALUATION_KEYS = ("evaluation", "zero_shot_top1", "image_to_text_r1", "text_to_image_r1")  # of summary.json
@@ -28,7 +29,7 @@ _FLAGS = {
 
 def write_card(
     folder: Path,
-    cfg: CLIPConfig | OpenClipConfig,
+    cfg: ModelConfig,
     name: str,
     *,
     format: str,
@@ -57,7 +58,7 @@ def write_card(
     (folder / "README.md").write_text(head + "\n".join([title, *filter(None, sections)]), encoding="utf-8")
 
 
-def _usage(cfg: CLIPConfig | OpenClipConfig, format: str, tokenizer: TokenizerSource | None) -> str:
+def _usage(cfg: ModelConfig, format: str, tokenizer: TokenizerSource | None) -> str:
     note, takes_raw_text = "", tokenizer is not None and tokenizer.kwargs.get("clean", "") is None
     if format == "hf":
         lines = [
@@ -91,20 +92,10 @@ def _usage(cfg: CLIPConfig | OpenClipConfig, format: str, tokenizer: TokenizerSo
     return f"```python\n{code}\n```\n" + (f"\n{note}\n" if note else "")
 
 
-def _model_rows(cfg: CLIPConfig | OpenClipConfig, widths: Sequence[int]) -> dict[str, object]:
+def _model_rows(cfg: ModelConfig, widths: Sequence[int]) -> dict[str, object]:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_towers(cfg).parameters())
-    rows: dict[str, object] = {"parameters": f"{parameters:,}"}
-    if isinstance(cfg, OpenClipConfig):
-        rows |= {"model": cfg.source, "images": f"{cfg.vision_cfg.image_size} pixels a side"}
-        rows["texts"] = f"{cfg.text_cfg.context_length} tokens"
-    else:
-        image, text = cfg.vision_cfg, cfg.text_cfg
-        rows["image tower"] = (
-            f"ViT, {image.layers} x {image.width}, patch {image.patch_size}, {image.image_size} pixels"
-        )
-        rows["text tower"] = f"{text.layers} x {text.width}, {text.context_length} tokens of {text.vocab_size}"
-    rows["embedding"] = cfg.embed_dim
+    rows = {"parameters": f"{parameters:,}", **cfg.describe(), "embedding": cfg.embed_dim}
     if widths:
         rows["shorter embeddings"] = f"the first {', '.join(map(str, widths))} numbers, scaled to unit length"
     return rows

@@ -31,7 +31,7 @@ from infcl.data.storage import ShardFault, open_lines
 from infcl.data.streaming import stream_records
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, read_image
 from infcl.data.transforms import EvalTransform, PillowTransform
-from infcl.models import CLIPConfig, OpenClipConfig
+from infcl.models.config import ModelConfig
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 EVAL_LIMITS = ImageLimits(min_side=1)
@@ -63,7 +63,7 @@ class EvalConfig:
     preprocess: Preprocess = CLIP_PREPROCESS
 
     @classmethod
-    def of(cls, flags: TrainConfig, data: str, model: CLIPConfig | OpenClipConfig, **others: Any) -> "EvalConfig":
+    def of(cls, flags: TrainConfig, data: str, model: ModelConfig, **others: Any) -> "EvalConfig":
         """Return the set `data` as a run with these flags and this model reads it."""
         image, text = f"{flags.image_key};{DEFAULT_KEYS.image}", f"{flags.text_key};{DEFAULT_KEYS.text}"
         return cls(

@@ -24,7 +24,7 @@ from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
 from infcl.evaluate.validation import ValidationLoss
 from infcl.loss.matryoshka import check_widths
 from infcl.models import CLIP
-from infcl.models.packing import packs, texts_for_model
+from infcl.models.packing import texts_for_model
 from infcl.parallel import Parallel, destroy_parallel, init_parallel, read_environment, report_mistake
 from infcl.parallel.process import end_process
 
@@ -99,7 +99,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
 def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]]:
     """Return the function (images on the device, texts on the host) -> features, under autocast for `precision`."""
     dtype, device, cfg = PRECISIONS[precision], clip.logit_scale.device, clip.cfg.text_cfg
-    prepare = texts_for_model(cfg, pack=packs(cfg))
+    prepare = texts_for_model(cfg, pack=cfg.packs)
 
     def encode(images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
         given = {} if texts is None else {name: value.to(device) for name, value in prepare(texts).items()}

@@ -13,7 +13,7 @@ import torch
 from infcl.convert.import_weights import model_with, other_resizing, read_weights
 from infcl.data.tokenizer import ids_of
 from infcl.data.tokenizer.source import find_tokenizer, stored_tokenizer
-from infcl.models import CLIP, CLIPConfig, load_any_config
+from infcl.models import CLIP, load_any_config
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def load_model(
                 f"{source.where}: the model pools at id {cfg.text_cfg.eos_id}, with which it does not end a caption"
             )
     clip = model_with(weights, cfg)
-    if isinstance(cfg, CLIPConfig) and (resizing := other_resizing(Path(checkpoint))):
+    if cfg.fixed_preprocess and (resizing := other_resizing(Path(checkpoint))):
         log.warning(
             "%s was trained with images resized by %s; infcl resizes the short side (bicubic) and crops the center, so "
             "its published figures are not reproduced exactly",

@@ -7,7 +7,6 @@ infcl.convert.export writes 0-dim.
 Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -15,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from infcl.models.config import CLIPConfig
-from infcl.models.open_clip_config import OpenClipConfig, import_open_clip
+from infcl.models.config import CLIPConfig, ModelConfig
+from infcl.models.open_clip_config import import_open_clip
 from infcl.models.text import TextTower
 from infcl.models.transformer import Transformer
 from infcl.models.vision import VisionTransformer
 
 
-def build_towers(cfg: CLIPConfig | OpenClipConfig, **options: Any) -> Any:
+def build_towers(cfg: ModelConfig, **options: Any) -> Any:
     """Build a model with random weights.
 
     Args:
         cfg: config of our own towers, or of a model that open_clip builds.
-        options: init_logit_scale, init_logit_bias, activation_checkpointing; see CLIP.
+        options: init_logit_scale, activation_checkpointing; see CLIP.
 
     Returns:
         A CLIP or a model of open_clip_model.py. Both have the same interface: CLIP's forward, its locks and `cfg`.
@@ -47,9 +46,8 @@ class CLIP(TextTower):
     """Image tower, text tower and logit scale.
 
     Args:
-        cfg: the model's config. `self.cfg` is the config with the two overrides below.
+        cfg: the model's config. `self.cfg` is the config with the override below.
         init_logit_scale: initial logit_scale, in log-space.
-        init_logit_bias: overrides the config's; None keeps it.
         patch_dropout: overrides the config's; None keeps it.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
     """
@@ -59,12 +57,9 @@ class CLIP(TextTower):
         cfg: CLIPConfig,
         *,
         init_logit_scale: float = math.log(1 / 0.07),
-        init_logit_bias: float | None = None,
         patch_dropout: float | None = None,
         activation_checkpointing: bool = False,
     ):
-        if init_logit_bias is not None:
-            cfg = dataclasses.replace(cfg, init_logit_bias=init_logit_bias)
         cfg = cfg.with_overrides(patch_dropout=patch_dropout)
         options = {"quick_gelu": cfg.quick_gelu, "activation_checkpointing": activation_checkpointing}
         super().__init__(cfg.text_cfg, cfg.embed_dim, **options)
@@ -105,6 +100,11 @@ class CLIP(TextTower):
         if texts is not None:
             out["text_features"] = F.normalize(self.encode_text(texts, text_ends).float(), dim=-1)
         return out
+
+    @property
+    def transformers(self) -> dict[str, Transformer]:
+        """The stacks of blocks that both towers share, by tower."""
+        return {"image": self.visual.transformer, "text": self.transformer}
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower except its last groups (LiT, arXiv 2111.07991). Call before deepspeed.initialize.

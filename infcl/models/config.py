@@ -13,9 +13,10 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from infcl.models.open_clip_config import (
     BUILT_BY,
@@ -29,6 +30,11 @@ from infcl.models.open_clip_config import (
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
+# Settings per tower that do not affect shapes: weights with other settings would load, but compute wrong features.
+_UNSEEN = {
+    "image": ("quick_gelu", "vision_cfg.head_width", "vision_cfg.pool_type"),
+    "text": ("quick_gelu", "text_cfg.heads", "text_cfg.pool_type", "text_cfg.eos_id", "text_cfg.no_causal_mask"),
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,9 @@ class TextConfig:
     tokenizer_kwargs: dict[str, Any] | None = None
     tokenizer_mode: str | None = None
 
+    hf_model_name: ClassVar[None] = None
+    follows_tokenizer: ClassVar[bool] = True  # embeddings and pooling are those of any tokenizer of Hugging Face
+
     def __post_init__(self):
         _check_positive(self, "text_cfg", "context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
         if self.width % self.heads:
@@ -106,10 +115,25 @@ class TextConfig:
         """The id that ends a caption, where it is pooled: eos_id if pool_type is "eos", else the largest id."""
         return self.eos_id if self.pool_type == "eos" else self.vocab_size - 1
 
+    @property
+    def packs(self) -> bool:
+        """Whether captions can be packed: the mask is causal, and no pooling is at a fixed position."""
+        return not self.no_causal_mask and self.pool_type in ("argmax", "eos")
+
+    @property
+    def why_unpackable(self) -> str:
+        """Why captions cannot be packed; "" if they can."""
+        if self.packs:
+            return ""
+        return f"attends to what follows a caption (no_causal_mask {self.no_causal_mask}, pool_type {self.pool_type!r})"
+
 
 @dataclass(frozen=True)
 class CLIPConfig:
-    """Config of a model: two towers that map into one space of `embed_dim` dimensions."""
+    """Config of a model: two towers that map into one space of `embed_dim` dimensions.
+
+    It has the capabilities of an OpenClipConfig, so that other packages need not tell the two kinds apart.
+    """
 
     embed_dim: int
     vision_cfg: VisionConfig
@@ -120,6 +144,18 @@ class CLIPConfig:
     def __post_init__(self):
         _check_positive(self, "model config", "embed_dim")
 
+    fixed_preprocess: ClassVar[bool] = True  # pixels are CLIP's: weights for others are adapted
+
+    @property
+    def planned(self) -> "CLIPConfig | None":
+        """The towers whose memory is planned; None: it is not known before a run."""
+        return self
+
+    @property
+    def as_clip_model(self) -> "CLIPConfig | None":
+        """The towers as transformers' CLIPModel may hold them; None: it cannot."""
+        return self
+
     @property
     def loads_in_open_clip(self) -> bool:
         return self.vision_cfg.conv_stem is None
@@ -127,6 +163,47 @@ class CLIPConfig:
     @property
     def preprocess(self) -> Preprocess:
         return CLIP_PREPROCESS
+
+    def describe(self) -> dict[str, str]:
+        """Return rows about the towers for people."""
+        image, text = self.vision_cfg, self.text_cfg
+        return {
+            "image tower": f"ViT, {image.layers} x {image.width}, patch {image.patch_size}, {image.image_size} pixels",
+            "text tower": f"{text.layers} x {text.width}, {text.context_length} tokens of {text.vocab_size}",
+        }
+
+    def unseen_settings(self, tower: str) -> dict[str, Any]:
+        """Return the settings of "image", "text" or "whole" that no shape of its weights shows."""
+        parts = ("image", "text") if tower == "whole" else (tower,)
+        names = dict.fromkeys(name for part in parts for name in _UNSEEN[part])
+        if self.text_cfg.pool_type != "eos":
+            names.pop("text_cfg.eos_id", None)
+        return {name: attrgetter(name)(self) for name in names}
+
+    def check_divides(self, size: int) -> None:
+        """Raise ValueError unless `size` tensor-parallel ranks can split both towers, frozen ones included.
+
+        They divide the heads and MLP features of each tower.
+        """
+        vision, text = self.vision_cfg, self.text_cfg
+        counts = {
+            "heads": (vision.heads, text.heads),
+            "MLP features": (int(vision.width * vision.mlp_ratio), int(text.width * text.mlp_ratio)),
+        }
+        for what, both in counts.items():
+            for tower, count in zip(("image", "text"), both):
+                if count % size:
+                    common = math.gcd(*counts["heads"], *counts["MLP features"])
+                    fitting = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0)
+                    towers = " and ".join(f"{one} and {other} {name}" for name, (one, other) in counts.items())
+                    raise ValueError(
+                        f"--tensor-parallel-size {size} does not divide the {count} {what} of the {tower} tower; "
+                        f"image and text towers of {towers} can be split over {fitting or 'no'} ranks"
+                    )
+
+    def open_clip_json(self) -> dict[str, Any]:
+        """Return the contents of open_clip_config.json."""
+        return {"model_cfg": self.to_dict(), "preprocess_cfg": dataclasses.asdict(self.preprocess)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields in open_clip's JSON schema, without keys whose value is None, like open_clip's files."""
@@ -155,6 +232,15 @@ class CLIPConfig:
             text_cfg=dataclasses.replace(self.text_cfg, **text),
         )
 
+    def with_preprocess(self, fields: dict[str, Any]) -> "CLIPConfig":
+        """Return the config with other preprocessing; it is fixed here, so `fields` must be empty."""
+        assert not fields
+        return self
+
+    def with_logit_bias(self, start: float | None) -> "CLIPConfig":
+        """Return the config of a model whose logit_bias begins at `start`; None: it has none."""
+        return dataclasses.replace(self, init_logit_bias=start)
+
     def with_tokenizer(self, **fields: Any) -> "CLIPConfig":
         """Return the config of the same towers with other fields of text_cfg, which describe a tokenizer.
 
@@ -169,36 +255,12 @@ class CLIPConfig:
         return dataclasses.replace(self, text_cfg=dataclasses.replace(self.text_cfg, **given))
 
 
+ModelConfig = CLIPConfig | OpenClipConfig
+
+
 def kept_patches(patches: int, dropout: float) -> int:
     """Return how many patches of an image the tower sees under patch dropout; at least one."""
     return max(1, int(patches * (1 - dropout)))
-
-
-def check_divides(cfg: CLIPConfig | OpenClipConfig, size: int) -> None:
-    """Check that `size` tensor-parallel ranks can split both towers, frozen ones included.
-
-    Raises:
-        ValueError: `size` does not divide a tower's heads or MLP features, or open_clip builds the towers.
-    """
-    if isinstance(cfg, OpenClipConfig):
-        if size > 1:
-            raise ValueError(f"--tensor-parallel-size {size}: only our own towers can be split, not {cfg.source}")
-        return
-    vision, text = cfg.vision_cfg, cfg.text_cfg
-    counts = {
-        "heads": (vision.heads, text.heads),
-        "MLP features": (int(vision.width * vision.mlp_ratio), int(text.width * text.mlp_ratio)),
-    }
-    for what, both in counts.items():
-        for tower, count in zip(("image", "text"), both):
-            if count % size:
-                common = math.gcd(*counts["heads"], *counts["MLP features"])
-                fitting = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0)
-                towers = " and ".join(f"{one} and {other} {name}" for name, (one, other) in counts.items())
-                raise ValueError(
-                    f"--tensor-parallel-size {size} does not divide the {count} {what} of the {tower} tower; "
-                    f"image and text towers of {towers} can be split over {fitting or 'no'} ranks"
-                )
 
 
 def list_models() -> list[str]:
@@ -218,7 +280,7 @@ def load_model_config(name_or_path: str | Path) -> CLIPConfig:
     return cfg
 
 
-def load_any_config(name_or_path: str | Path) -> CLIPConfig | OpenClipConfig:
+def load_any_config(name_or_path: str | Path) -> ModelConfig:
     """Read the config of a model.
 
     Args:

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from infcl.models.clip import build_towers
-from infcl.models.config import CLIPConfig, kept_patches
+from infcl.models.config import CLIPConfig, ModelConfig, kept_patches
 from infcl.models.open_clip_config import OpenClipConfig
 
 
-def forward_flops(cfg: CLIPConfig | OpenClipConfig, *, training: bool = True) -> dict[str, int]:
+def forward_flops(cfg: ModelConfig, *, training: bool = True) -> dict[str, int]:
     """Count the flops of a forward pass.
 
     Args:

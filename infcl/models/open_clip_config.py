@@ -13,7 +13,7 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,6 +47,10 @@ class TextInput:
     hf_model_name: str | None = None
     tokenizer_kwargs: dict[str, Any] | None = None
 
+    follows_tokenizer: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
+    why_unpackable: ClassVar[str] = "is built by open_clip and takes captions one by one"
+
     @property
     def end_id(self) -> int:
         """The id that ends a caption: the largest id if the tower pools there, else eos_id."""
@@ -55,7 +59,7 @@ class TextInput:
 
 @dataclass(frozen=True)
 class OpenClipConfig:
-    """Config of a model that open_clip builds.
+    """Config of a model that open_clip builds; it has the capabilities of a CLIPConfig.
 
     Attributes:
         source: name or path of the config, for messages.
@@ -70,6 +74,11 @@ class OpenClipConfig:
     source: str
     fields: dict[str, Any]
     preprocess: Preprocess = Preprocess()
+
+    fixed_preprocess: ClassVar[bool] = False
+    planned: ClassVar[None] = None
+    as_clip_model: ClassVar[None] = None
+    loads_in_open_clip: ClassVar[bool] = True
 
     def __post_init__(self):
         for part in ("vision_cfg", "text_cfg"):
@@ -112,28 +121,48 @@ class OpenClipConfig:
         return TextInput(**{name: fields.get(name, default) for name, default in _TEXT_DEFAULTS.items()})
 
     @property
-    def loads_in_open_clip(self) -> bool:
-        return True
+    def init_logit_bias(self) -> float | None:
+        return self.fields.get("init_logit_bias")
+
+    def describe(self) -> dict[str, str]:
+        """Return rows about the towers for people."""
+        images, texts = f"{self.vision_cfg.image_size} pixels a side", f"{self.text_cfg.context_length} tokens"
+        return {"model": self.source, "images": images, "texts": texts}
+
+    def unseen_settings(self, tower: str) -> dict[str, Any]:
+        """Return {}: their names differ between towers."""
+        return {}
+
+    def check_divides(self, size: int) -> None:
+        """Raise ValueError for several tensor-parallel ranks."""
+        if size > 1:
+            raise ValueError(f"--tensor-parallel-size {size}: only our own towers can be split, not {self.source}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return model_cfg, open_clip's JSON object."""
         return self.fields
 
+    def open_clip_json(self) -> dict[str, Any]:
+        """Return the contents of open_clip_config.json, with a mark that open_clip builds the model."""
+        preprocess = dataclasses.asdict(self.preprocess)
+        return {"built_by": BUILT_BY, "model_cfg": self.fields, "preprocess_cfg": preprocess}
+
     def to_json(self) -> str:
-        """Return the text of an open_clip_config.json, with a mark that open_clip builds the model."""
-        whole = {
-            "built_by": BUILT_BY,
-            "model_cfg": self.fields,
-            "preprocess_cfg": dataclasses.asdict(self.preprocess),
-        }
-        return json.dumps(whole, indent=4) + "\n"
+        return json.dumps(self.open_clip_json(), indent=4) + "\n"
+
+    def with_logit_bias(self, start: float | None) -> "OpenClipConfig":
+        """Return the config of a model whose logit_bias begins at `start`; None: it has none."""
+        return dataclasses.replace(self, fields=self.fields | {"init_logit_bias": start})
 
     def with_overrides(
         self, *, image_size: int | None, context_length: int | None, patch_dropout: float | None
     ) -> "OpenClipConfig":
         """Return the config with the given fields replaced; None keeps a field."""
         vision = {"image_size": image_size, "patch_dropout": patch_dropout}
-        return self.with_fields(vision_cfg=vision, text_cfg={"context_length": context_length})
+        fields = dict(self.fields)
+        for part, given in (("vision_cfg", vision), ("text_cfg", {"context_length": context_length})):
+            fields[part] = fields[part] | {name: value for name, value in given.items() if value is not None}
+        return dataclasses.replace(self, fields=fields)
 
     def with_tokenizer(self, **fields: Any) -> "OpenClipConfig":
         """Return the config of the same towers with another tokenizer (CLIPConfig.with_tokenizer)."""
@@ -141,16 +170,11 @@ class OpenClipConfig:
         kept = {name: value for name, value in text.items() if value is not None or name not in fields}
         return dataclasses.replace(self, fields=self.fields | {"text_cfg": kept})
 
-    def with_fields(self, **parts: dict[str, Any]) -> "OpenClipConfig":
-        """Return the config with keys of vision_cfg, text_cfg or preprocess replaced; None keeps a key."""
-        given = {
-            part: {name: value for name, value in values.items() if value is not None} for part, values in parts.items()
-        }
-        fields = dict(self.fields)
-        for part in ("vision_cfg", "text_cfg"):
-            fields[part] = fields[part] | given.get(part, {})
-        preprocess = dataclasses.asdict(self.preprocess) | given.get("preprocess", {})
-        return dataclasses.replace(self, fields=fields, preprocess=parse_preprocess(preprocess, self.source))
+    def with_preprocess(self, fields: dict[str, Any]) -> "OpenClipConfig":
+        """Return the config with other preprocessing; None keeps a field."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        preprocess = parse_preprocess(dataclasses.asdict(self.preprocess) | given, self.source)
+        return dataclasses.replace(self, preprocess=preprocess)
 
 
 def load_open_clip_config(name_or_path: str) -> OpenClipConfig:

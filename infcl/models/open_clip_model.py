@@ -54,6 +54,11 @@ class _Trained:
             out["text_features"] = F.normalize(model.encode_text(texts).float(), dim=-1)
         return out
 
+    @property
+    def transformers(self) -> dict[str, Any]:
+        """No tower: their blocks differ."""
+        return {}
+
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower except its last groups, as open_clip defines them.
 
@@ -101,7 +106,6 @@ def build_open_clip(
     cfg: OpenClipConfig,
     *,
     init_logit_scale: float = math.log(1 / 0.07),
-    init_logit_bias: float | None = None,
     activation_checkpointing: bool = False,
 ) -> OpenClip | OpenClipCustomText:
     """Build a model with random weights, as open_clip's create_model does.
@@ -109,7 +113,6 @@ def build_open_clip(
     Args:
         cfg: the model's config.
         init_logit_scale: initial logit_scale, in log-space.
-        init_logit_bias: initial logit_bias, or None for a model without one.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
 
     Raises:
@@ -118,7 +121,7 @@ def build_open_clip(
     """
     fields = deepcopy(cfg.fields)
     custom_text = fields.pop("custom_text", False) or "hf_model_name" in fields["text_cfg"]
-    fields |= {"init_logit_scale": init_logit_scale, "init_logit_bias": init_logit_bias, "nonscalar_logit_scale": True}
+    fields |= {"init_logit_scale": init_logit_scale, "nonscalar_logit_scale": True}
     if "timm_model_name" in fields["vision_cfg"]:
         fields["vision_cfg"]["timm_model_pretrained"] = False
     if "hf_model_name" in fields["text_cfg"]:
@@ -134,13 +137,14 @@ def build_open_clip(
     if activation_checkpointing:
         model.set_grad_checkpointing(True)
     model.cfg = cfg
+    _check_towers(model)
     _check_padding(model, fields["text_cfg"])
     model.frozen = {"image": False, "text": False}
     return model
 
 
 @torch.no_grad()
-def check_towers(model: Any) -> None:
+def _check_towers(model: Any) -> None:
     """Check that both towers of a new model encode the inputs of its config to [m, embed_dim].
 
     Only shapes are computed. A tower that reads values of its input (NLLB) is not checked.

@@ -20,19 +20,12 @@ from typing import Any
 import torch
 
 from infcl.config import TrainConfig
-from infcl.models.config import CLIPConfig, TextConfig
-from infcl.models.open_clip_config import OpenClipConfig, TextInput
+from infcl.models.config import ModelConfig, TextConfig
+from infcl.models.open_clip_config import TextInput
 
 Texts = dict[str, torch.Tensor]
 ALIGNED = 16  # token positions: alignment of a mask's rows that fused attention requires
 ROW_STEPS = 64  # r is rounded up in steps of m / 64, so that the allocator sees few sizes
-
-
-def packs(cfg: TextConfig | TextInput) -> bool:
-    """Return whether a tower's captions can be packed: it has a causal mask and no pooling at a fixed position."""
-    if isinstance(cfg, TextInput):
-        return False  # open_clip's towers take captions one by one
-    return not cfg.no_causal_mask and cfg.pool_type in ("argmax", "eos")
 
 
 def row_length(context_length: int) -> int:
@@ -166,17 +159,10 @@ def longest(cfg: TextConfig | TextInput, size: int) -> torch.Tensor:
     return texts
 
 
-def why_unpackable(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> str:
+def why_unpackable(config: TrainConfig, model_config: ModelConfig) -> str:
     """Return why the captions of this model cannot be packed, or "" if they can."""
-    cfg = model_config.text_cfg
-    if isinstance(cfg, TextInput):
-        return f"{config.model} is built by open_clip, whose text towers take captions one by one"
-    if not packs(cfg):
-        return (
-            f"the text tower of {config.model} attends to what follows a caption (no_causal_mask {cfg.no_causal_mask}, "
-            f"pool_type {cfg.pool_type!r})"
-        )
-    return ""
+    why = model_config.text_cfg.why_unpackable
+    return f"the text tower of {config.model} {why}" if why else ""
 
 
 def texts_for_model(text_cfg: TextConfig | TextInput, *, pack: bool) -> Callable[[torch.Tensor], Texts]:

@@ -15,7 +15,7 @@ import torch
 
 from infcl.config import OneLineParser, RunSpec, TrainConfig, counted, parse_args, resolve, shown_bytes
 from infcl.models import CLIP
-from infcl.models.config import CLIPConfig, check_divides, load_model_config
+from infcl.models.config import CLIPConfig, load_model_config
 from infcl.models.packing import why_unpackable
 from infcl.plan.fit import Fit, fits_gpu, largest_batch, with_cached_activations
 from infcl.plan.memory import host_bytes, host_parts, memory_of
@@ -94,7 +94,7 @@ def _check_machine(machine: argparse.Namespace, flags: TrainConfig, cfg: CLIPCon
             f"--tensor-parallel-size {parts} spans nodes of {per_node} GPUs, which is not planned: use a divisor of "
             "them or ZeRO-3"
         )
-    check_divides(cfg, parts)
+    cfg.check_divides(parts)
     if tokens is not None and not 1 <= tokens <= length:
         raise ValueError(f"--caption-tokens {tokens} must lie in [1, {length}], the context length of {flags.model}")
 

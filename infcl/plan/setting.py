@@ -16,7 +16,7 @@ from infcl.loss.contrastive import TILED
 from infcl.models import CLIP
 from infcl.models.clip import frozen_blocks
 from infcl.models.config import CLIPConfig
-from infcl.models.packing import packs, row_length
+from infcl.models.packing import row_length
 from infcl.plan.profile import Gpu, Link, load_gpu, load_link
 
 STAGES = (0, 1, 2, 3)
@@ -187,7 +187,7 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
     """
     if tokens is None:
         return {"model": model}
-    if not packs(model.text_cfg):
+    if not model.text_cfg.packs:
         raise ValueError("captions are packed only for a causal text tower that pools the last token")
     row = row_length(model.text_cfg.context_length)
     return {"model": model.with_overrides(context_length=tokens), "caption_row": row}

@@ -30,8 +30,8 @@ from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.inputs import RingOptions
 from infcl.loss.matryoshka import check_widths, matryoshka
 from infcl.models.clip import build_towers
-from infcl.models.config import CLIPConfig, check_divides, load_any_config
-from infcl.models.open_clip_config import OpenClipConfig, TextInput, hugging_face_config
+from infcl.models.config import ModelConfig, load_any_config
+from infcl.models.open_clip_config import hugging_face_config
 from infcl.models.packing import why_unpackable
 from infcl.parallel import Parallel, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
@@ -70,7 +70,7 @@ class Inputs:
     """Inputs of a run, before its weights and data exist."""
 
     spec: RunSpec
-    model_config: CLIPConfig | OpenClipConfig
+    model_config: ModelConfig
     tokenizer: AnyTokenizer | None
 
 
@@ -93,7 +93,7 @@ def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
     return Inputs(spec, model_config, tokenizer)
 
 
-def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer | None, CLIPConfig | OpenClipConfig]:
+def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer | None, ModelConfig]:
     """Return the tokenizer, if any, and the model config with the flags' overrides and the tokenizer's vocabulary.
 
     Raises:
@@ -105,15 +105,15 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
     model_config = load_any_config(config.model).with_overrides(**overrides)
     flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
-    if isinstance(model_config, OpenClipConfig):
-        for given in (weights_preprocess(config.pretrained, model_config.source), preprocess):
-            model_config = model_config.with_fields(preprocess=given)
+    if not model_config.fixed_preprocess:
+        preprocess = weights_preprocess(config.pretrained, config.model) | preprocess
     elif preprocess:
         raise ValueError(
             f"{', '.join(option_of(f'image_{name}') for name in preprocess)}: our own towers have CLIP's; "
             f"--model open_clip:{config.model} takes others"
         )
-    check_divides(model_config, config.tensor_parallel_size)
+    model_config = model_config.with_preprocess(preprocess)
+    model_config.check_divides(config.tensor_parallel_size)
     if config.matryoshka_widths:
         check_widths(config.matryoshka_widths, config.matryoshka_weights or None, dim=model_config.embed_dim)
     tokenizer = None
@@ -125,13 +125,11 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
     return tokenizer, model_config
 
 
-def _check_vocabulary(
-    config: TrainConfig, model_config: CLIPConfig | OpenClipConfig, tokenizer: AnyTokenizer | None
-) -> None:
+def _check_vocabulary(config: TrainConfig, model_config: ModelConfig, tokenizer: AnyTokenizer | None) -> None:
     """Raise ValueError if the text tower has fewer embeddings than there are ids, or a BPE model other ids."""
     text = model_config.text_cfg
     tower, embeddings = "text tower", text.vocab_size
-    if isinstance(text, TextInput) and text.hf_model_name:
+    if text.hf_model_name:
         tower = f"text tower {text.hf_model_name}"
         embeddings = hugging_face_config(text.hf_model_name, config.model).get_text_config().vocab_size
     ids = text.vocab_size if tokenizer is None else tokenizer.vocab_size
@@ -143,7 +141,7 @@ def _check_vocabulary(
         )
 
 
-def build_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> tuple[Towers, list[str]]:
+def build_model(config: TrainConfig, model_config: ModelConfig) -> tuple[Towers, list[str]]:
     """Build the model with the flags' locks and load pretrained weights.
 
     SigLIP's loss starts at scale 10 and bias -10 (Zhai et al. 2023). For the other losses our towers have no bias: a
@@ -153,14 +151,9 @@ def build_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) 
         The model, and a line for each loaded set of weights: which, from where.
     """
     siglip = config.loss == "siglip"
-    start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
-    if isinstance(model_config, CLIPConfig):
-        model_config = dataclasses.replace(model_config, init_logit_bias=None)
+    start = {"init_logit_scale": math.log(10)} if siglip else {}
+    model_config = model_config.with_logit_bias(-10.0 if siglip else None)
     model = build_towers(model_config, activation_checkpointing=config.grad_checkpointing, **start)
-    if isinstance(model_config, OpenClipConfig):
-        from infcl.models.open_clip_model import check_towers
-
-        check_towers(model)
     pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     sources = load_pretrained(model, *pretrained, name=config.model)
     if config.lock_image:
@@ -170,7 +163,7 @@ def build_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) 
     return model, sources
 
 
-def build_meta_model(config: TrainConfig, model_config: CLIPConfig | OpenClipConfig) -> Towers:
+def build_meta_model(config: TrainConfig, model_config: ModelConfig) -> Towers:
     """Build the model on the meta device: parameter names, shapes and locks; checks that pretrained weights match."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")

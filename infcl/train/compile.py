@@ -10,14 +10,13 @@ from collections.abc import Callable, Set
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from infcl.config import RunSpec
 from infcl.engine.parameter_groups import ALIGNED
 from infcl.engine.patches import FORWARD
 from infcl.models.attention import choose_attention
-from infcl.models.clip import CLIP
-from infcl.models.transformer import ResidualBlock, compute_block, repeated_blocks
+from infcl.models.transformer import compute_block, repeated_blocks
 from infcl.models.vision import PatchConv, VisionTransformer, add_positions, patch_rows
 from infcl.parallel import Parallel
 from infcl.step.replay import running_statistics
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 _RECOMPILE_LIMIT = 64  # graphs: two towers, with and without gradient, each batch size
 
 
-def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
+def prepare_blocks(model: Any, spec: RunSpec, parallel: Parallel) -> bool:
     """Apply --attention and --compile-blocks to a model before an engine wraps it.
 
     Returns:
@@ -40,12 +39,12 @@ def prepare_blocks(model: nn.Module, spec: RunSpec, parallel: Parallel) -> bool:
         return False
     compiled = compile_blocks(model, {spec.batch.micro_batch_size}, packed=spec.packs_captions)
     # Tensor-parallel ranks must sum gradients in the same order, but Inductor may choose other kernels on each.
-    if compiled and isinstance(model, CLIP) and spec.device == "cuda" and parallel.tp_size == 1:
+    if compiled and model.transformers and spec.device == "cuda" and parallel.tp_size == 1:
         compile_embedding(model.visual, {spec.batch.micro_batch_size})
     return compiled
 
 
-def compile_blocks(model: nn.Module, batch_sizes: Set[int], *, packed: bool = False) -> bool:
+def compile_blocks(model: Any, batch_sizes: Set[int], *, packed: bool = False) -> bool:
     """Compile the residual blocks of both towers. Blocks of the same class and shape share a graph.
 
     Blocks with BatchNorm run eagerly, since RunningStatistics sets another momentum for each micro-batch.
@@ -59,22 +58,20 @@ def compile_blocks(model: nn.Module, batch_sizes: Set[int], *, packed: bool = Fa
         False if nothing is compiled; with a warning if a parameter's size is not a multiple of 8: DeepSpeed's flat
         buffers would then place the next parameter at an address that compiled kernels do not accept.
     """
-    own: list[nn.Module] = [module for module in model.modules() if isinstance(module, ResidualBlock)]
+    own = [block for tower in model.transformers.values() for block in tower.resblocks]
     blocks = own or [block for block in repeated_blocks(model) if not running_statistics(block)]
     parameters = ((f"{type(block).__name__}.{name}", p) for block in blocks for name, p in block.named_parameters())
     if odd := next((name for name, p in parameters if p.numel() % ALIGNED), None):
         _log.warning("the blocks run eagerly: the size of %s is not a multiple of %d", odd, ALIGNED)
         return False
     torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    if not isinstance(model, CLIP):
+    if not own:
         for block in blocks:
             FORWARD.apply(block, lambda forward: torch.compile(forward, dynamic=False))
         return bool(blocks)
     compiled = torch.compile(compute_block, dynamic=False)
-    towers: list[tuple[Any, Set[int]]] = [(model.visual.transformer, batch_sizes)]
-    towers.append((model.transformer, set() if packed else batch_sizes))
-    for tower, sizes in towers:
-        run = _for_sizes(compiled, compute_block, sizes)
+    for name, tower in model.transformers.items():
+        run = _for_sizes(compiled, compute_block, set() if packed and name == "text" else batch_sizes)
         for block in tower.resblocks:
             block.run = run
     return True

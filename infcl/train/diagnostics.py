@@ -19,10 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl.config.precision import Precision
-from infcl.models.clip import CLIP
-from infcl.models.config import CLIPConfig
+from infcl.models.config import ModelConfig
 from infcl.models.flops import forward_flops
-from infcl.models.open_clip_config import OpenClipConfig
 
 WHOLE = {"image": 1.0, "text": 1.0}  # no tower is locked
 MAX_SAMPLE_ROWS = 1024  # [m, m] f32 is 4 MiB at most
@@ -134,15 +132,11 @@ def duplicate_shares(ids: torch.Tensor, group: dist.ProcessGroup) -> dict[str, f
 
 def trained_shares(model: Any) -> dict[str, float]:
     """Return {"image", "text"}: the share of each tower's blocks that are trained; 1 unless it is locked."""
-    if not isinstance(model, CLIP):
-        return {name: 0.0 if frozen else 1.0 for name, frozen in model.frozen.items()}
-    blocks = {"image": model.visual.transformer, "text": model.transformer}
-    return {name: max(0, 1 - tower.first_trained / len(tower.resblocks)) for name, tower in blocks.items()}
+    towers = {name: 1 - tower.first_trained / len(tower.resblocks) for name, tower in model.transformers.items()}
+    return {name: 0.0 if frozen else 1.0 for name, frozen in model.frozen.items()} | towers
 
 
-def model_flops(
-    cfg: CLIPConfig | OpenClipConfig, trained: Mapping[str, float] = WHOLE, text_share: float = 1.0
-) -> float:
+def model_flops(cfg: ModelConfig, trained: Mapping[str, float] = WHOLE, text_share: float = 1.0) -> float:
     """Return the FLOPs to train on one image-text pair: one forward of the towers, and a backward of trained blocks.
 
     It excludes the gradient cache's second encoding, activation checkpointing's recomputation and the loss.
@@ -163,7 +157,7 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
 
 
 def utilisation(
-    cfg: CLIPConfig | OpenClipConfig, device: torch.device, precision: Precision, trained: Mapping[str, float] = WHOLE
+    cfg: ModelConfig, device: torch.device, precision: Precision, trained: Mapping[str, float] = WHOLE
 ) -> Callable[..., float | None]:
     """Return a function from (samples per second per GPU, text_share) to model FLOPs utilisation (MFU) in 0..1.
 

@@ -12,7 +12,6 @@ from infcl.config.preset import stage_over
 from infcl.engine.parameter_groups import checkpoint_bytes
 from infcl.engine.schedule import Schedule
 from infcl.kernels import select_tile
-from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host
 from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
 from infcl.plan.memory import host_bytes, host_parts, memory_of
@@ -57,10 +56,10 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
         ("checkpoints", _checkpoint_line(config, counts)),
     ]
     lines = ["The plan (--dry-run: nothing is trained)", "", aligned(rows), ""]
-    if isinstance(cfg, OpenClipConfig):
+    if (planned := cfg.planned) is None:
         return "\n".join([*lines, "  memory: not planned for towers that open_clip builds", ""])
     on_host = ranks_of_host(parallel)
-    run = setting_of_run(spec, cfg, counts, ranks_of_host=on_host)
+    run = setting_of_run(spec, planned, counts, ranks_of_host=on_host)
     columns = [memory_of(run.with_(zero=stage, offloads=())) for stage in STAGES]
     plan = {part: [column[part] for column in columns] for part in columns[0]}
     offloads = "optimizer" in spec.offloads

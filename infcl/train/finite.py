@@ -11,18 +11,16 @@ device records two kinds of flags during a step, at no cost. The host reads them
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from infcl.engine.engine import Engine
-from infcl.models.clip import CLIP
 from infcl.parallel import Parallel, join_parts
 from infcl.train.observers import Step
 from infcl.train.saves import Saves
 
-_TOWERS = {"image": "visual.transformer", "text": "transformer"}
+_TOWERS = ("image", "text")
 MAX_SKIPPED = 20  # in a row; one more ends the run
 _MOST = 8  # sample numbers per line, lines about one skipped step
 
@@ -48,9 +46,8 @@ class Skips:
         self.engine, self.parallel, self.saves, self.say = engine, parallel, saves, say
         self.total = self.in_a_row = 0
         self.begin()
-        for tower, name in _TOWERS.items() if isinstance(engine.module, CLIP) else ():
-            module: Any = engine.module.get_submodule(name)
-            module.on_input_gradient = lambda gradient, tower=tower: self.sums[tower].append(
+        for tower, blocks in engine.module.transformers.items():
+            blocks.on_input_gradient = lambda gradient, tower=tower: self.sums[tower].append(
                 gradient.sum(dtype=torch.float32)
             )
 

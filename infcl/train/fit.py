@@ -5,7 +5,6 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
-from infcl.models.open_clip_config import OpenClipConfig
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.parallel.host_limits import host_memory_bytes
 from infcl.plan.fit import Fit
@@ -26,13 +25,13 @@ def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
     Raises:
         ValueError: on every rank, with the numbers and a suggestion, when the run cannot fit.
     """
-    spec, cfg = inputs.spec, inputs.model_config
+    spec, cfg = inputs.spec, inputs.model_config.planned
     if spec.flags.skip_memory_check and spec.flags.batch_size:
         return inputs
-    if isinstance(cfg, OpenClipConfig):  # the memory of their activations is not known before a run
+    if cfg is None:
         if spec.flags.batch_size == 0:
             raise ValueError(
-                f"--batch-size auto: the memory of {cfg.source} cannot be planned; give a number of samples"
+                f"--batch-size auto: the memory of {spec.flags.model} cannot be planned; give a number of samples"
             )
         return inputs
     counts = parameter_counts(build_meta_model(spec.flags, cfg))

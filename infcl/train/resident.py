@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from infcl.config import RunSpec
 from infcl.engine.engine import Engine
-from infcl.models.config import CLIPConfig
-from infcl.models.open_clip_config import OpenClipConfig
+from infcl.models.config import ModelConfig
 from infcl.models.packing import longest, texts_for_model
 from infcl.parallel import Parallel, max_over, ranks_of_host
 from infcl.plan.memory import HEADROOM, reserved_bytes
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 def resident_micro_batches(
     spec: RunSpec,
     engine: Engine,
-    model_config: CLIPConfig | OpenClipConfig,
+    model_config: ModelConfig,
     parallel: Parallel,
     *,
     before: dict[str, Any] | None = None,
@@ -74,7 +73,7 @@ def _graph_bytes(
     engine: Engine,
     texts: dict[str, torch.Tensor],
     size: int,
-    model_config: CLIPConfig | OpenClipConfig,
+    model_config: ModelConfig,
     device: torch.device,
 ) -> int:
     """Return the bytes of device memory that the graph of one micro-batch holds."""
@@ -99,15 +98,13 @@ def _free_bytes(device: torch.device) -> float:
     return free - HEADROOM * total
 
 
-def _needed_bytes(
-    spec: RunSpec, engine: Engine, model_config: CLIPConfig | OpenClipConfig, parallel: Parallel, graph: int
-) -> float:
+def _needed_bytes(spec: RunSpec, engine: Engine, model_config: ModelConfig, parallel: Parallel, graph: int) -> float:
     """Return the bytes of a step without graphs, parameters and optimizer; the last two are allocated already.
 
     The planner computes it. It does not know towers that open_clip builds; theirs is estimated from one graph's bytes.
     """
     trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
-    if isinstance(model_config, OpenClipConfig):  # gradients and a copy for autocast, a backward's graph, the loss
+    if (planned := model_config.planned) is None:  # gradients and a copy for autocast, a backward's graph, the loss
         return 8 * trainable + graph + 64 * model_config.embed_dim * spec.batch.rank_batch_size
     counts = {"all": (trainable, trainable)}
-    return reserved_bytes(setting_of_run(spec, model_config, counts, ranks_of_host=ranks_of_host(parallel)))
+    return reserved_bytes(setting_of_run(spec, planned, counts, ranks_of_host=ranks_of_host(parallel)))

@@ -166,7 +166,7 @@ def misaligned_parameters(rank, world_size, preset, precision):
     from infcl.models.clip import CLIP
     from infcl.models.config import load_model_config
 
-    model = CLIP(load_model_config("demo"), init_logit_bias=-10.0)
+    model = CLIP(load_model_config("demo").with_logit_bias(-10.0))
     engine_on_cpu(model, preset, precision=precision)
     stored = {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in model.named_parameters()}
     return [name for name, tensor in stored.items() if tensor.data_ptr() % 16 and not name.startswith("logit_")]

@@ -8,7 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig, load_model_config
-from infcl.models.config import check_divides
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import run_ranks
 from tests.lib.tensor_parallel import CFG, global_batch, layout, new_model
@@ -26,7 +25,7 @@ def test_a_rejected_size_names_those_that_divide_both_towers():
     """ViT-L-14's image tower alone could be split over 8 ranks, its text tower over 3."""
     for size, count in ((3, "16 heads of the image tower"), (8, "12 heads of the text tower")):
         with pytest.raises(ValueError, match=f"size {size} does not divide the {count}.* over 2, 4 ranks"):
-            check_divides(load_model_config("ViT-L-14"), size)
+            load_model_config("ViT-L-14").check_divides(size)
 
 
 def split_and_back(rank, world_size):

@@ -60,7 +60,7 @@ def test_forward_returns_only_what_was_asked_for():
     assert set(model()) == {"logit_scale"}
     assert set(model(images)) == {"logit_scale", "image_features"}
     assert set(model(texts=texts)) == {"logit_scale", "text_features"}
-    assert set(build(init_logit_bias=-10.0)(images, texts)) == {
+    assert set(build(small_config().with_logit_bias(-10.0))(images, texts)) == {
         "logit_scale",
         "logit_bias",
         "image_features",
@@ -69,7 +69,7 @@ def test_forward_returns_only_what_was_asked_for():
 
 
 def test_scalars_have_one_dimension_and_log_space_defaults():
-    out = build(init_logit_bias=-10.0)()
+    out = build(small_config().with_logit_bias(-10.0))()
     torch.testing.assert_close(out["logit_scale"], torch.tensor([math.log(1 / 0.07)]))
     torch.testing.assert_close(out["logit_bias"], torch.tensor([-10.0]))
 
@@ -207,7 +207,7 @@ def test_too_many_unlocked_groups_are_an_error():
 
 
 def test_state_dicts_with_zero_dimensional_scalars_load():
-    source, target = build(init_logit_bias=-3.0), build(init_logit_bias=0.0, seed=1)
+    source, target = (build(small_config().with_logit_bias(bias), seed) for bias, seed in ((-3.0, 0), (0.0, 1)))
     state = {name: value.clone() for name, value in source.state_dict().items()}
     for name in ("logit_scale", "logit_bias"):
         state[name] = (state[name] + 1).reshape(())

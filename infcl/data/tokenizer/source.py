@@ -26,10 +26,9 @@ from infcl.data.tokenizer.open_clip import (
     HuggingFaceTokenizer,
     OpenClipTokenizer,
 )
-from infcl.models.config import CLIPConfig
-from infcl.models.open_clip_config import CLEAN, OpenClipConfig, open_clip_folder
+from infcl.models.config import ModelConfig
+from infcl.models.open_clip_config import CLEAN, open_clip_folder
 
-AnyConfig = CLIPConfig | OpenClipConfig
 _OPTIONS = ("clean", "strip_sep_token", "language")  # of tokenizer_kwargs; others could run code
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
@@ -66,7 +65,7 @@ class TokenizerSource:
         return HuggingFaceTokenizer(self.where, context_length, fields)
 
 
-def find_tokenizer(name: str | Path, cfg: AnyConfig) -> TokenizerSource:
+def find_tokenizer(name: str | Path, cfg: ModelConfig) -> TokenizerSource:
     """Return the tokenizer that --tokenizer selects for a model.
 
     Args:
@@ -92,7 +91,7 @@ def find_tokenizer(name: str | Path, cfg: AnyConfig) -> TokenizerSource:
     return found
 
 
-def stored_tokenizer(weights: Path, cfg: AnyConfig) -> TokenizerSource | None:
+def stored_tokenizer(weights: Path, cfg: ModelConfig) -> TokenizerSource | None:
     """Return the tokenizer that is recorded with weights, or None if there is no record.
 
     Args:
@@ -109,7 +108,7 @@ def described_in(weights: Path) -> Path:
     return folder.parent.parent if (folder / "infcl.json").is_file() else folder
 
 
-def read_ids(cfg: AnyConfig, source: TokenizerSource, tokenizer: AnyTokenizer) -> AnyConfig:
+def read_ids(cfg: ModelConfig, source: TokenizerSource, tokenizer: AnyTokenizer) -> ModelConfig:
     """Return the config of the model whose text tower reads a tokenizer's ids, with the record of the tokenizer.
 
     The tower then pools at the tokenizer's end. These keep their pooling: towers of Hugging Face, all with CLIP's own
@@ -118,14 +117,13 @@ def read_ids(cfg: AnyConfig, source: TokenizerSource, tokenizer: AnyTokenizer) -
     Raises:
         ValueError: the tower pools at the end of a caption, and the tokenizer writes none.
     """
-    text, kind, is_ours = cfg.text_cfg, source.kind, isinstance(cfg, CLIPConfig)
-    tower = cfg.text_cfg.hf_model_name if isinstance(cfg, OpenClipConfig) else None
+    text, kind, tower = cfg.text_cfg, source.kind, cfg.text_cfg.hf_model_name
     if kind == "sentencepiece" and tower:
         raise ValueError(f"text tower {tower} has a vocabulary of its own: --tokenizer {HF_PREFIX}{tower}")
     fields: dict[str, Any] = {"pad_id": tokenizer.pad_id, "pool_type": text.pool_type, "tokenizer_mode": source.mode}
     fields |= {"context_length": tokenizer.context_length, "hf_tokenizer_name": source.where if kind == "hf" else None}
     fields["tokenizer_kwargs"] = source.kwargs or None
-    if kind == "sentencepiece" or (kind == "hf" and is_ours):
+    if kind == "sentencepiece" or (kind == "hf" and text.follows_tokenizer):
         fields |= {"pool_type": "eos", "vocab_size": tokenizer.vocab_size}
     elif kind == "hf" and text.pool_type == "argmax" and not tower:
         fields["pool_type"] = "eos"
