@@ -27,11 +27,10 @@ from infcl.config.preset import deepspeed_config
 from infcl.engine.parameter_groups import build_optimizer, tower
 from infcl.engine.patches import (
     MEMORY_REPORT,
-    add_to_norm,
     release_by_the_present_trace,
     scale_between_steps,
     square_of,
-    take_norm_together,
+    use_norm,
 )
 from infcl.engine.state import EMA, ZeroState
 from infcl.engine.zero3 import KeptParameters, reduce_in_few_launches
@@ -92,13 +91,10 @@ class Engine:
         if parallel.dp_size == 1 and not shards(self.engine.optimizer):
             self.engine.enable_backward_allreduce = False  # it would copy all gradients into a bucket and back
         reduce_what_is_left(self.engine, compare_ranks=False)
-        take_norm_together(self.engine.optimizer)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
-        self.norms_are_old = True  # the towers' norms are too, and so is the flag
-        self.flag = torch.zeros(1, device=parallel.device)  # NaN if an uncounted gradient is not finite, else 0
-        if parallel.tp_size > 1 and self.zero_stage > 0:
-            add_to_norm(self.engine.optimizer, self.flag)
+        if self.zero_stage > 0:
+            use_norm(self.engine.optimizer, lambda: self.norms[2] * self.loss_scale(), counts=parallel.tp_rank == 0)
         self.state = ZeroState(self.engine, self.zero_stage)
         if self.precision.half_parameters:  # DeepSpeed creates its FP32 weights from rounded parameters
             self.state.write_first_copy(exact)
@@ -156,66 +152,61 @@ class Engine:
         Returns:
             Whether the step was made.
         """
-        if self.parallel.tp_size > 1 and self.norms_are_old:
-            self.tower_grad_norms()
+        self.norms = self.grad_norms()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
-        self.norms_are_old = True
         skipped_before = self.engine.skipped_steps
-        if self.zero_stage == 0:  # DeepSpeed computes no norm there; the gradients are full and averaged by now
-            square = square_of((p.grad for p in self.module.parameters() if self._counts(p)), self.parallel.device)
-            self.stage_0_grad_norm = self._over_tensor_parallel(square).sqrt() + self.flag[0]
-            if not self.stage_0_grad_norm.isfinite():  # the optimizers of the other stages check this
-                self.engine.zero_grad()
-                self.engine.global_steps += 1
-                self.engine.global_samples += self.engine.train_batch_size()
-                self.engine.micro_steps += 1
-                self.engine.skipped_steps += 1
-                return False
+        if self.zero_stage == 0 and not self.norms[2].isfinite():  # the optimizers of the other stages check this
+            self.engine.zero_grad()
+            self.engine.global_steps += 1
+            self.engine.global_samples += self.engine.train_batch_size()
+            self.engine.micro_steps += 1
+            self.engine.skipped_steps += 1
+            return False
         self.engine.step()
         self._settle_loss_scale()
         return self.engine.skipped_steps == skipped_before
 
     def grad_norm(self) -> float:
-        """Return the global gradient norm of the last step, before clipping."""
-        return float(self.stage_0_grad_norm if self.zero_stage == 0 else self.engine.get_global_grad_norm())
+        """Return the global gradient norm of the last step, before clipping; inf if a gradient was not finite."""
+        return float(self.norms[2])
 
-    def tower_grad_norms(self) -> torch.Tensor:
-        """Return the norms of the averaged gradients per tower, before clipping. Call before step(). Collective.
+    def grad_norms(self) -> torch.Tensor:
+        """Return the norms of the averaged gradients, before clipping. Collective; `step` calls it and clips by it.
 
-        The norms are exact in every stage: each rank squares the fragments it owns, and one all-reduce of three numbers
-        adds them up. The third number is for `step`. It is NaN if a gradient that only other tensor-parallel ranks
-        count is not finite.
+        The norms are exact in every stage: each rank squares the fragments it owns, and one all-reduce of four numbers
+        adds them up. The last number is 0, or NaN if a gradient that only other tensor-parallel ranks count is not
+        finite.
 
         Returns:
-            [image tower, text tower] f32, on the device, so that the step does not wait for it.
+            [image tower, text tower, all] f32, on the device, so that the step does not wait for it.
         """
+        if self.offloads_optimizer and self.parallel.device.type == "cuda":
+            torch.cuda.synchronize(self.parallel.device)  # gradients are on their way to host memory
         squares = torch.stack(
             [square_of(map(self._own_gradient, parameters), self.parallel.device) for parameters in self.measured]
         )
-        squares[2] *= 0  # 0, or NaN if it is not finite
+        squares[3] *= 0
         if self.zero_stage > 0:
             torch.distributed.all_reduce(squares, group=self.dp_group)
-        self._over_tensor_parallel(squares)
-        self.flag.copy_(squares[2])
-        self.norms_are_old = False
-        return squares[:2].sqrt() / self.loss_scale()
-
-    def _measured_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-        """Return the trainable parameters: image tower, text tower, those that other tensor-parallel ranks count."""
-        trainable = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
-        counted = [(tower(name), parameter) for name, parameter in trainable if self._counts(parameter)]
-        image, text = ([p for part, p in counted if part == wanted] for wanted in ("image", "text"))
-        return image, text, [p for _, p in trainable if not self._counts(p)]
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank counts the parameter in a norm: each part of a split one, one copy of any other."""
-        return self.parallel.tp_rank == 0 or hasattr(parameter, "tensor_parallel_split")
-
-    def _over_tensor_parallel(self, squares: torch.Tensor) -> torch.Tensor:
         if self.parallel.tp_size > 1:
             torch.distributed.all_reduce(squares, group=self.parallel.tp_group)
-        return squares
+        squares[2] = squares.sum()
+        norms = squares[:3].sqrt() / self.loss_scale()
+        norms[2] = torch.where(norms[2].isfinite(), norms[2], torch.inf)
+        return norms
+
+    def _measured_parameters(self) -> list[list[nn.Parameter]]:
+        """Return the trainable parameters: of both towers, scalars, and those that other tensor-parallel ranks count.
+
+        A rank counts its part of each split parameter; the first rank counts all others.
+        """
+        parts: dict[str, list[nn.Parameter]] = {"image": [], "text": [], "scalars": [], "elsewhere": []}
+        for name, parameter in self.module.named_parameters():
+            counts = self.parallel.tp_rank == 0 or hasattr(parameter, "tensor_parallel_split")
+            if parameter.requires_grad:
+                parts[tower(name) if counts else "elsewhere"].append(parameter)
+        return list(parts.values())
 
     def _own_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the part of the averaged gradient that this rank updates with: all (stage 0), a fragment, or None."""

@@ -36,23 +36,14 @@ TRACE = Patch(
     "DeepSpeed caches which parameters each module of the trace releases, and keeps the cache when the trace changes. "
     "A pass without a backward caches that nothing is used again. Later passes then gather each block three times.",
 )
-NORM = Patch(
-    "ZeROOptimizer.get_grad_norm_direct",
-    f"{SOURCE}/zero/stage3.py#L2419",
+_WHY_NORM = (
     "The norm is computed per tensor, with a copy of each in float64: 1,300 launches for the 446 tensors of ViT-L-14, "
-    "while the GPU is idle.",
+    "while the GPU is idle. It misses a gradient that is not finite in a copy of a parameter that only the first "
+    "tensor-parallel rank counts, and the step is made. The engine has the norm already."
 )
-NORM_OVER_PARTS = Patch(
-    "ZeROOptimizer._model_parallel_all_reduce",
-    f"{SOURCE}/zero/stage3.py#L2412",
-    "The norm counts a parameter that tensor-parallel ranks share on the first of them only. It misses a gradient that "
-    "is not finite on another rank, and the step is made.",
-)
-NORM_OF_BF16 = Patch(
-    "BF16_Optimizer.get_grads_for_norm",
-    f"{SOURCE}/bf16_optimizer.py",
-    "As NORM_OVER_PARTS, for stage 1 in BF16.",
-)
+NORM = Patch("ZeROOptimizer.scaled_global_norm", f"{SOURCE}/zero/stage_1_and_2.py#L2943", _WHY_NORM)
+NORM_OF_STAGE_3 = Patch("ZeROOptimizer._get_norm_groups", f"{SOURCE}/zero/stage3.py#L2573", _WHY_NORM)
+NORM_OF_BF16 = Patch("BF16_Optimizer.get_grads_for_norm", f"{SOURCE}/bf16_optimizer.py#L547", _WHY_NORM)
 RELEASE = Patch(
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__release_param",
     f"{SOURCE}/zero/partitioned_param_coordinator.py#L624",
@@ -120,34 +111,24 @@ def _cached_function(function: Any) -> _lru_cache_wrapper:
     return function
 
 
-def take_norm_together(optimizer: Any) -> None:
-    """Make a ZeRO optimizer compute the gradient norm in a few launches, in float32.
+def use_norm(optimizer: Any, norm: Callable[[], torch.Tensor], *, counts: bool) -> None:
+    """Make a ZeRO optimizer clip by `norm`, and skip a step whose norm is not finite.
 
-    Optimizers with state in host memory, and BF16_Optimizer (stage 1 in BF16), are not patched.
+    Args:
+        optimizer: of stages 1 to 3, changed in place.
+        norm: returns the norm of all ranks' gradients times the loss scale, [] f32.
+        counts: whether DeepSpeed counts this rank; it adds up the squares of tensor-parallel ranks.
     """
-    in_host_memory = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
-    if not hasattr(optimizer, "get_grad_norm_direct") or in_host_memory:
-        return
-    stage_3 = is_stage_3(optimizer)
-    from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    def norm_of(gradients: list[torch.Tensor], parameters: list[torch.nn.Parameter]):
-        """Return the norm over all ranks' gradients as get_grad_norm_direct does: [] f32, -1 if it is not finite."""
-        present = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        group, everywhere = optimizer.dp_process_group, False
-        if stage_3:
-            group = optimizer._get_param_partition_group(parameters[0])
-            everywhere = optimizer._grad_norm_counts_every_rank(parameters, group)
-        all_count = everywhere or optimizer.model_parallel_rank == 0
-        counted = [g for g, p in zip(present, parameters) if all_count or is_model_parallel_parameter(p)]
-        square = square_of(counted, optimizer.device)
-        torch.distributed.all_reduce(square, group=group)
-        if not everywhere:
-            optimizer._model_parallel_all_reduce(tensor=square, op=torch.distributed.ReduceOp.SUM)
-        norm = square.sqrt()
-        return torch.where(norm.isfinite(), norm, -1.0)
+    def gradients(get_gradients: Callable[..., Any], for_clipping: bool = False) -> Any:
+        return get_gradients(for_clipping=True) if for_clipping else ([norm() * counts], {})
 
-    NORM.apply(optimizer, lambda installed: norm_of)
+    if is_stage_3(optimizer):
+        NORM_OF_STAGE_3.apply(optimizer, lambda installed: lambda: [norm()])
+    elif hasattr(optimizer, "get_grads_for_norm"):
+        NORM_OF_BF16.wrap(optimizer, gradients)
+    else:
+        NORM.apply(optimizer, lambda installed: norm)
 
 
 def square_of(tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
@@ -163,27 +144,3 @@ def square_of(tensors: Iterable[torch.Tensor | None], device: torch.device) -> t
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in present]
         return torch.stack(norms).square().sum().to(device, torch.float32)
     return torch.nn.utils.get_total_norm([tensor.float() for tensor in present]).to(device).square()
-
-
-def add_to_norm(optimizer: Any, flag: torch.Tensor) -> None:
-    """Add `flag` [1] f32 to the norm of a ZeRO optimizer: 0 leaves the norm unchanged, NaN makes it NaN.
-
-    The engine all-reduces the flag over all ranks before the step. The flag stays on the device. DeepSpeed reads the
-    norm anyway and skips the step itself.
-    """
-
-    def all_reduce_and_add(all_reduce: Callable[..., None], tensor: torch.Tensor, op: Any) -> None:
-        all_reduce(tensor=tensor, op=op)
-        if tensor.is_floating_point():  # the other calls pass bytes, the overflow flags
-            tensor.add_(flag.view_as(tensor))
-
-    def get_gradients_and_flag(get_gradients: Callable[..., Any], for_clipping: bool = False):
-        if for_clipping:
-            return get_gradients(for_clipping=True)
-        gradients, of_experts = get_gradients()
-        return [*gradients, flag], of_experts
-
-    if hasattr(optimizer, "_model_parallel_all_reduce"):  # DeepSpeed calls it with a group's sum of squares
-        NORM_OVER_PARTS.wrap(optimizer, all_reduce_and_add)
-    else:
-        NORM_OF_BF16.wrap(optimizer, get_gradients_and_flag)

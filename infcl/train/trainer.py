@@ -211,8 +211,8 @@ class Trainer:
         started = time.perf_counter()
         self.batches.begin(micro_batches)
         output = self._encode_and_replay()
-        lr, tower_norms, applied = self._update()
-        return self._measure(started, output, lr, tower_norms, applied)
+        lr, applied = self._update()
+        return self._measure(started, output, lr, applied)
 
     def _encode_and_replay(self) -> StepOutput:
         """Encode all micro-batches, compute the loss once, and propagate its gradients back through the towers."""
@@ -242,10 +242,9 @@ class Trainer:
         self.batches.check()
         return output
 
-    def _update(self) -> tuple[float, torch.Tensor, bool]:
-        """Update the weights. Return the learning rate, [image, text] gradient norms, whether the step was applied."""
+    def _update(self) -> tuple[float, bool]:
+        """Update the weights. Return the learning rate, and whether the step was applied."""
         lr = self.schedule(self.step)
-        tower_norms = self.engine.tower_grad_norms()
         applied = self.engine.step(lr)
         self.engine.clamp_logit_scale(MAX_LOGIT_SCALE)
         if applied:
@@ -253,9 +252,9 @@ class Trainer:
             self.statistics.publish(self.engine.dp_group)
         self.step += 1
         self.skips.count(applied)
-        return lr, tower_norms, applied
+        return lr, applied
 
-    def _measure(self, started: float, output: StepOutput, lr: float, tower_norms: torch.Tensor, applied: bool) -> Step:
+    def _measure(self, started: float, output: StepOutput, lr: float, applied: bool) -> Step:
         """Collect the metrics of the step for observers. Collective; waits for the device."""
         bad = sum(n for name, n in self.loader.report().items() if name.startswith("skipped/"))
         bad_data = output.loss.new_tensor([bad, self.loader.too_many_bad is not None])
@@ -269,7 +268,6 @@ class Trainer:
             "loss": loss,
             "logit_scale": float(output.logit_scale.exp()),
             "lr": lr,
-            "grad_norm": self.engine.grad_norm(),
             "samples_per_second": self.batch.global_batch_size / seconds,
             "mfu": self.mfu(
                 self.batch.global_batch_size / self.parallel.world_size / seconds,
@@ -285,7 +283,7 @@ class Trainer:
         }
         values |= self.schedule.tower_rates(self.step - 1)
         values |= dict(zip(self.sampled_loss.names, sampled))
-        values |= dict(zip(("grad_norm_image", "grad_norm_text"), tower_norms.tolist()))
+        values |= dict(zip(("grad_norm_image", "grad_norm_text", "grad_norm"), self.engine.norms.tolist()))
         values |= {f"seconds_{name}": value for name, value in phases.items()}
         if (same := self._same_ids()) is not None:
             values |= duplicate_shares(same, self.parallel.dp_group)

@@ -91,8 +91,8 @@ def train_steps(
         own = own_micro_batches(batch, parallel.dp_rank, global_batch(batch.global_batch_size, seed=step))
         seeds = [100 * step + 10 * parallel.dp_rank + i for i in range(micro_batches)]
         output = accumulate(engine, own, seeds, encode=encode, loss=loss)
-        tower_norms.append(engine.tower_grad_norms().tolist())
         assert engine.step(config.lr)
+        tower_norms.append(engine.norms[:2].tolist())
         losses.append(float(mean_over(engine.dp_group, output.loss)))
         norms.append(engine.grad_norm())
     return engine, losses, norms, tower_norms

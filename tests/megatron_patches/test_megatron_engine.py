@@ -123,9 +123,8 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, flags):
             now[:] = [POISONED.get(step)] if parallel.tp_rank == 1 and parallel.dp_rank == 0 else []
             output = engine.encode(*global_batch(4, seed=10 * step + parallel.dp_rank))
             engine.backward(sum(value.float().flatten()[::3].sum() for value in output.values()), is_last=True)
-            if step != 1:  # `step` needs it, and asks for it where nobody did
-                assert engine.tower_grad_norms().isfinite().all()
             applied.append(engine.step(LR))
+            assert engine.norms[:2].isfinite().all() and engine.norms[2].isfinite() == applied[-1]
     whole = {name: p for name, p in engine.state.parameters() if not hasattr(p, "tensor_parallel_split")}
     assert set(POISONED.values()) <= set(whole)
     return applied, engine.counters(), {name: engine.state.read(p).clone() for name, p in whole.items()}
