@@ -56,7 +56,7 @@ def a_write_without_memory(rank, world_size, folder) -> str:
 
 def test_an_error_of_any_kind_in_one_writer_reaches_all_ranks(tmp_path):
     reported = "rank 1 on worker-2: MemoryError: no 8 GB"
-    assert run_ranks(a_write_without_memory, 2, tmp_path, timeout=30) == [reported, reported]
+    assert run_ranks(a_write_without_memory, 2, tmp_path) == [reported, reported]
 
 
 def order_on_the_disk(rank, world_size, folder) -> list[str]:

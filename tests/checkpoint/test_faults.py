@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -100,13 +99,10 @@ def resume_and_compare(demo_folder, logs, uninterrupted):
 )
 def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_folder, tmp_path, uninterrupted, phase):
     fault = ["tests/lib/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
-    started = time.monotonic()
-    process = start(fault, flags(demo_folder, tmp_path))
-    code, output = finish(process, 300)
+    code, output = finish(start(fault, flags(demo_folder, tmp_path)), 300)
     assert code != 0, output
     assert "killed" in output.lower() or "return code" in output, output
     wait_until(lambda: not ranks_alive(tmp_path), 60, "ranks stayed behind")
-    print(f"{phase}: launcher ended {time.monotonic() - started:.0f} s after start with {code}")
     assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), output
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
     assert "at step 3" in output
@@ -199,9 +195,8 @@ def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, nu
 
 def test_a_loader_s_worker_that_is_killed_is_reported_with_its_rank_and_memory(demo_folder, tmp_path):
     """Not with a traceback of the line in which word of it came: torch raises from the handler of a signal."""
-    started = time.monotonic()
     result = alone(["tests/lib/fault_run.py", "0", "2", "replay", "0", *flags(demo_folder, tmp_path)])
-    assert result.returncode == 1 and time.monotonic() - started < 60, result.stderr
+    assert result.returncode == 1, result.stderr  # without a report it trains on after a minute
     assert "RuntimeError: a worker of the loader of rank 0 has died" in result.stderr
     assert "is killed by signal: Killed; its workers held " in result.stderr and "in strike" not in result.stderr
 

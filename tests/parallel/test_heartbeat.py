@@ -27,37 +27,46 @@ class Ended(set):
         self.add(code)
 
 
-def start_all(store, nodes, timeout=5.0):
-    ended = [Ended() for _ in nodes]
-    beats = [Heartbeat(store, nodes, node.first_rank, timeout=timeout, exit=end) for node, end in zip(nodes, ended)]
-    return beats, ended
-
-
 NODES = [Node("a", 0, 2), Node("b", 2, 2), Node("c", 4, 2)]
 
 
-def test_a_silent_node_is_reported_and_ends_the_run_on_the_others(store, capfd):
-    beats, ended = start_all(store, NODES)
-    beats[2]._closed.set()  # its threads stop without a message
-    beats[0]._moved[2] = (0, time.monotonic() - 6)
-    wait_until(lambda: ended[0] and ended[1], 60, "the run did not stop")
-    assert ended == [{HOST_LOST}, {HOST_LOST}, set()]
+@pytest.fixture
+def nodes(store):
+    """(heartbeats, what ended) of three nodes whose threads have returned: a test does their steps in its own."""
+    ended = [Ended() for _ in NODES]
+    beats = [Heartbeat(store, NODES, node.first_rank, timeout=600, exit=end) for node, end in zip(NODES, ended)]
+    for heartbeat in beats:
+        heartbeat._leave()
+        heartbeat._closed.clear()
+        heartbeat.interval = 0.01
+    yield beats, ended
     for heartbeat in beats:
         heartbeat.close()
+
+
+def silence(heartbeat, number):
+    """Let rank 0 have seen the node's present count of beats longer ago than the time limit."""
+    count = heartbeat.store.add(f"beats of {NODES[number].first_rank}", 0)
+    heartbeat._moved[number] = (count, time.monotonic() - 601)
+
+
+def test_a_silent_node_is_reported_and_ends_the_run_on_the_others(nodes, capfd):
+    (a, b, _), ended = nodes
+    silence(a, 2)
+    a._look()
+    b._beat()
+    assert ended == [{HOST_LOST}, {HOST_LOST}, set()]
     said = capfd.readouterr().err
     assert "a: no heartbeat from c (ranks 4-5) for" in said and "b: no heartbeat from c (ranks 4-5)" in said
 
 
-def test_a_finished_node_does_not_end_the_run(store):
-    beats, ended = start_all(store, NODES, timeout=60)
-    beats[1].close()
-    beats[0].interval = 0.01  # how long it waits for others to read who is lost
+def test_a_finished_node_does_not_end_the_run(nodes):
+    (a, b, _), ended = nodes
+    b.close()
     for number, expected in ((1, set()), (2, {HOST_LOST})):
-        beats[0]._moved[number] = (0, time.monotonic() - 61)
-        beats[0]._look()
+        silence(a, number)
+        a._look()
         assert ended[0] == expected
-    for heartbeat in beats:
-        heartbeat.close()
 
 
 def test_a_node_that_cannot_reach_rank_0_exits_by_itself(capfd):
@@ -88,7 +97,7 @@ def test_a_process_exits_after_its_heartbeat_thread_has_returned_from_a_slow_sto
     """On a host with more ranks than cores two seconds were too few: it was aborted, after all it had to do."""
     store = _Unreachable()
     heartbeat = Heartbeat(store, NODES, 2, timeout=3, exit=Ended())
-    assert store.asked.wait(10)
+    assert store.asked.wait(60)
     threading.Timer(2.5, store.back.set).start()
     heartbeat._leave()
     assert not any(thread.is_alive() for thread in heartbeat.threads)

@@ -12,7 +12,7 @@ from infcl.parallel.host_info import differences, software
 from infcl.parallel.rendezvous import Node, join_all, open_store
 from tests.lib.ranks import free_port
 
-SHORT, LONG = timedelta(seconds=2), timedelta(seconds=60)  # for who does not come; for who does, on a busy machine
+SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)  # for who does not come; for who does, on a busy machine
 
 
 def new_store() -> dist.TCPStore:
@@ -57,9 +57,11 @@ def start_all(
         except Exception as error:  # the tests look at what it is
             results[rank] = error
 
-    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(len(ranks)) if ranks[rank]]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for rank in reversed([rank for rank in range(len(ranks)) if ranks[rank]]):  # rank 0 last: it waits for the others
+        threads.append(threading.Thread(target=take_part, args=(rank,)))
+        threads[-1].start()
+        store.wait([f"rank {rank}"], LONG)
     for thread in threads:
         thread.join()
     return results
@@ -74,7 +76,7 @@ def test_ranks_that_do_not_join_are_reported_during_the_wait_and_to_all_that_did
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
     results = start_all(store, monkeypatch, [("a", {}), ("a", {}), None, None, ("c", {}), None], 2, SHORT)
     for rank in (0, 1, 4):
-        assert "ranks 2-3, 5 of 6 did not join within 2 s; joined: those on a, c" in str(results[rank])
+        assert "ranks 2-3, 5 of 6 did not join within 1 s; joined: those on a, c" in str(results[rank])
     assert "waiting for ranks 2-3, 5 of 6 for " in capsys.readouterr().err
 
 

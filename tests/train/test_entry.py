@@ -113,7 +113,7 @@ def test_ctrl_c_saves_and_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path
     try:
         wait_for_checkpoint(tmp_path, process)
         os.killpg(process.pid, signal.SIGINT)
-        code, output = finish(process, 60)
+        code, output = finish(process, 300)
     finally:
         process.kill()
     assert code == 130, output

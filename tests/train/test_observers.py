@@ -1,7 +1,7 @@
 """Logged steps have the slowest rank and the ranks' own seconds."""
 
 import math
-import time
+from unittest import mock
 
 import pytest
 import torch
@@ -60,23 +60,24 @@ def test_a_collapsed_run_is_reported_once_after_twenty_steps_of_guessing():
 
 
 def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> None:
-    """Train with a nap before each micro-batch is encoded or read."""
-    trainer = new_trainer(config)
+    """Train with a nap before each micro-batch is encoded or read, on a clock that stands still otherwise."""
+    trainer, clock = new_trainer(config), [0.0]
     encode, steps = trainer.engine.encode, trainer.loader.steps
 
-    def encode_late(**micro_batch):
-        time.sleep(naps[rank])
-        return encode(**micro_batch)
+    def nap(micro_batch):
+        clock[0] += naps[rank]
+        return micro_batch
 
     def steps_late(again):
         for micro_batches in steps(again):
-            yield (time.sleep(naps[rank]) or micro_batch for micro_batch in micro_batches)
+            yield map(nap, micro_batches)
 
     if where == "encoding":
-        trainer.engine.encode = encode_late
+        trainer.engine.encode = lambda **micro_batch: encode(**nap(micro_batch))
     else:
         trainer.loader.steps = steps_late
-    trainer.fit()
+    with mock.patch("time.perf_counter", lambda: clock[0]):
+        trainer.fit()
 
 
 def slowest_ranks(demo_folder, logs, where: str, naps: list[float], **changes) -> list[tuple[int, float]]:
@@ -90,7 +91,7 @@ def slowest_ranks(demo_folder, logs, where: str, naps: list[float], **changes) -
 @pytest.mark.parametrize("where", ["encoding", "reading"])
 def test_a_rank_that_is_late_in_every_step_is_the_slowest_one_in_the_metrics(demo_folder, tmp_path, where):
     found = slowest_ranks(demo_folder, tmp_path, where, [0.1, 1.0, 0.1])
-    assert len(found) == 4 and all(rank == 1 and seconds > 1.0 for rank, seconds in found), found
+    assert len(found) == 4 and all(rank == 1 and seconds >= 1.0 for rank, seconds in found), found
 
 
 @pytest.mark.parametrize(("where", "least", "most"), [("encoding", 0.0, 0.8), ("reading", 1.0, 99.0)])
