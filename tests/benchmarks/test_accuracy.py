@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accuracy
-from benchmarks.accuracy import Training, _parser, batch_trainings, command_of, loss_trainings, read_result, thin_curve
+from benchmarks.accuracy import Training, _parser, batch_trainings, loss_trainings, thin_curve
 from benchmarks.rows import read
 from infcl.config import make_parser
 
@@ -63,13 +63,6 @@ def write_result(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
-def test_a_run_becomes_a_row(tmp_path):
-    write_result(tmp_path / "run")
-    row, curve = read_result(tmp_path / "run")
-    assert row["zero_shot_top1"] == 0.5 and row["text_to_image_r1"] == 0.25 and row["final_loss"] == 38.5
-    assert len(curve) == 40
-
-
 def test_a_training_that_fails_is_named_and_the_next_command_trains_it_again(tmp_path, monkeypatch, capsys):
     failing = ["clip-0"]
 
@@ -90,9 +83,3 @@ def test_a_training_that_fails_is_named_and_the_next_command_trains_it_again(tmp
     assert accuracy.main([*command, "--work", str(tmp_path)]) == 0
     assert [row["run"] for row in read(tmp_path / "accuracy_losses.csv")] == ["inf_cl-0", "clip-0"]
     assert not (tmp_path / "runs" / "clip-0").exists()
-
-
-def test_a_training_starts_one_process_per_rank():
-    training = Training("a", ["--lr", "1"], {})
-    assert command_of(training, options("--study", "losses"))[1:4] == ["pretrain_clip.py", "--lr", "1"]
-    assert "--nproc-per-node=2" in command_of(training, options("--study", "losses", "--ranks", "2"))

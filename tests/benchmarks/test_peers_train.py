@@ -57,43 +57,6 @@ def test_all_programs_get_the_same_setting(checkout):
         assert {"--local-loss", "--gather-with-grad"} <= set(peers_train.flags_of(setting, 6, "cuda", "F"))
 
 
-def test_inf_clip_gets_its_own_loss_and_where_it_accumulates_its_gradient_cache():
-    options = options_of("--programs", "inf_clip", "--accum-freq", "1,8", "--gpus", "2")
-    settings = peers_train.settings(options)
-    assert [(one["blocks"], one["accum_freq"]) for one in settings] == [
-        *(("eager", 1), ("compiled", 1), ("eager", 8), ("compiled", 8)),
-    ]
-    for setting in settings:
-        flags = peers_train.flags_of(setting, 6, "cuda", "F")
-        assert flags[flags.index("--accum-freq") + 1] == str(setting["accum_freq"]) and "--infloss" in flags
-        assert flags[flags.index("--log_dir") + 1] == "none"  # no checkpoint
-        assert ("--torchcompile" in flags) == (setting["blocks"] == "compiled")
-        assert not {"--local-loss", "--device", "--logs"} & set(flags)
-
-
-def test_a_program_is_run_where_its_checkout_is_given(checkout):
-    def ran(*flags):
-        settings = peers_train.settings(options_of(*flags))
-        return [f"{setting['program']} {setting['blocks']} {setting['accum_freq']}" for setting in settings]
-
-    assert ran("--accum-freq", "1", "--blocks", "eager") == ["open_clip eager 1", "infcl eager 1"]
-    assert peers_train.programs(options_of(*checkout)) == ["open_clip", "inf_clip", "infcl"]
-
-
-def test_a_checkout_has_its_folders_and_a_commit(checkout, tmp_path, capsys):
-    options, folder = options_of(*checkout), tmp_path / "inf_clip"
-    head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
-    assert options.inf_clip == (folder, head.stdout[:7])
-    found = peers_train._environment({"program": "inf_clip"}, options)["PYTHONPATH"]
-    assert found.split(":")[1] == str(folder)
-    assert "a checkout" in peers_train.what_is_missing("inf_clip", None)
-    assert "no folder inf_clip" in peers_train.what_is_missing("inf_clip", peers_train.Checkout(tmp_path / "x", ""))
-    assert "no program 'x'" in peers_train.what_is_missing("x", None)
-    with pytest.raises(SystemExit):  # inside another checkout, whose commit says nothing of it
-        options_of("--inf-clip", str(folder / "inf_clip"))
-    assert "inf_clip is no git checkout" in capsys.readouterr().err
-
-
 def test_steps_are_timed_after_the_optimizer(monkeypatch):
     clock = iter([0.0, 8.0, 10.0, 12.5, 15.0])
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
@@ -106,43 +69,12 @@ def test_steps_are_timed_after_the_optimizer(monkeypatch):
     optimizer.step()  # no longer timed
 
 
-@pytest.mark.parametrize("program", peers_train.TRAINERS)
-def test_torchrun_takes_no_flag_of_a_program_for_its_own(program):
-    from torch.distributed.run import get_args_parser
-
-    setting = {"program": program, "gpus": 2}
-    _, *words = peers_train.command(setting, ["--logs", "F", "--name", "x"])
-    assert words[:2] == ["-m", "torch.distributed.run"]
-    parsed = get_args_parser().parse_args(words[2:])
-    assert parsed.nproc_per_node == "2" and parsed.module == (program != "infcl")
-    assert parsed.training_script_args[-4:] == ["--logs", "F", "--name", "x"]
-    assert not {"--", "torch.distributed.run"} & set(peers_train.command(setting | {"gpus": 1}, ["--logs", "F"]))
-
-
-def test_the_flags_are_open_clips_own():
-    from tests.lib.open_clip_stub import import_open_clip
-
-    import_open_clip()
-    from open_clip_train.params import parse_args
-
-    setting = peers_train.settings(options_of("--grad-checkpointing", "--blocks", "compiled", "--gpus", "2"))[0]
-    parsed = parse_args(peers_train.flags_of(setting, 6, "cuda", "F"))
-    assert parsed.torchcompile and parsed.grad_checkpointing and parsed.local_loss and parsed.logs == "none"
-
-
 def test_a_row_is_of_the_steps_after_the_warm_up_and_one_without_them_says_so():
     said = {"samples_per_second": [1.0, 9.0, 11.0, 16.0], "waiting": [0.9, 0.1, 0.2, 0.3], "peak_gib": [2.0, 3.0]}
     row = peers_train.row_of(said, 1)
     assert (row["samples_per_second"], row["mean"], row["steps"]) == (11.0, 12.0, 3)
     assert (row["waiting"], row["peak_gib"], row["status"]) == (0.2, 3.0, "ok")
     assert peers_train.row_of(said, 3) == {"status": "only 4 steps are in its log"}
-
-
-@pytest.mark.slow
-def test_a_program_that_fails_is_a_row_with_its_cause():
-    options = options_of("--programs", "infcl", "--device", "cpu", "--precision", "fp32", "--model", "no-such-model")
-    said = peers_train.run(peers_train.settings(options)[0], options)
-    assert said["status"].startswith("exit code 2") and "no-such-model" in said["status"]
 
 
 @pytest.mark.slow

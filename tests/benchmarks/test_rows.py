@@ -17,12 +17,6 @@ def test_rows_are_appended_under_one_header(tmp_path):
         append(path, [{"a": 1, "c": 2}])
 
 
-def test_columns_are_chosen_and_a_missing_one_stays_empty(tmp_path):
-    append(tmp_path / "rows.csv", [{"a": 1, "c": 3}], ("a", "b"))
-    assert read(tmp_path / "rows.csv") == [{"a": 1, "b": ""}]
-    append(None, [{"a": 1}])
-
-
 def test_numbers_are_read_as_such_and_commits_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.rows.RESULTS", tmp_path)
     row = {"commit": "6e15030", "version": "3.10", "gpus": 4, "ms": 1.5, "text": ""}

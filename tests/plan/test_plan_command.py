@@ -16,7 +16,6 @@ from infcl.plan.memory import memory_of
 from infcl.plan.profile import load_gpu, load_link
 from infcl.plan.setting import captions_of
 from infcl.plan.timing import samples_per_second
-from tests.lib.checkout import ROOT
 
 GIB = 2**30
 
@@ -89,33 +88,6 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--caption-tokens 78", "must lie in .1, 77."),
-        ("--gpu a900", "no such profile .known: a10, a100-40g, a100-80g, a800-80g"),
-        ("--link wet-string", "known: .*nic-200, nic-400, nic-800"),
-        ("--gpu v100-32g", "v100-32g does not compute bf16: use --precision fp16 or fp32"),
-        ("--gpus 12", "12 GPUs do not fill nodes of 8"),
-        ("--global-batch-size 1001", "--global-batch-size 1001 cannot be shared by 8 ranks"),
-        ("--batch-size many", "invalid int value: 'many'"),
-        ("--model ViT-Z-99", "ViT-Z-99"),
-        ("--gpus 0", "--gpus 0 and --gpus-per-node 8 must be greater than 0"),
-        ("--resident-micro-batches 0", "--resident-micro-batches 0"),
-        ("--deepspeed_config zero0 --precision bf16", "--precision bf16 needs ZeRO stage >= 1"),
-        ("--model open_clip:ViT-B-32", "a model that open_clip builds"),
-        ("--zero 3", "unrecognized arguments: --zero 3"),
-        ("--tensor-parallel-size 3 --batch-size 3", "8 GPUs are no multiple of --tensor-parallel-size 3"),
-        ("--tensor-parallel-size 8 --model ViT-B-32", "8 does not divide the 12 heads of the image tower"),
-        ("--tensor-parallel-size 16 --gpus 16", "16 spans nodes of 8 GPUs"),
-        ("--measure none/gpu.json", "there is no folder none"),
-    ],
-)
-def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
-    assert main(flags.split()) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
         ("gpu", "memory_gib", "80", "memory_gib is '80', not a number above 0"),
@@ -156,17 +128,6 @@ def test_a_measured_profile_says_what_of_it_was_not_measured(gpus, tmp_path, mon
     assert written["fp32_tflops"] == 40 and written["tower_efficiency"] == 0.5
     assert written["link_gbs"] == (25 if gpus == 1 else 390)
     assert written == vars(load_gpu(str(tmp_path / "gpu.json")))
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "infcl" / "plan" / "profiles").glob("*/*.json")), ids=lambda p: p.stem)
-def test_a_shipped_profile_says_which_figures_are_estimated(path):
-    profile = (load_gpu if path.parent.name == "gpus" else load_link)(path.stem)
-    assert "estimated" in profile.source or "measured" in profile.source
-
-
-def test_an_older_profile_is_still_read():
-    """It has a share of usable memory, which no profile sets any more, and no rate of FP32."""
-    assert load_gpu(str(ROOT / "docs" / "results" / "h200_measured.json")).fp32_tflops == 50
 
 
 @pytest.mark.parametrize(

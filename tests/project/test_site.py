@@ -8,7 +8,7 @@ import pytest
 
 import infcl
 from dev.check_language import findings
-from dev.reference import PUBLIC, markdown_of, pages
+from dev.reference import PUBLIC, pages
 from tests.lib.checkout import ROOT
 
 
@@ -37,13 +37,6 @@ def test_the_reference_pages_are_those_of_the_code(path, text):
 def test_the_reference_has_every_public_name():
     names = {name for entries in PUBLIC.values() for _, name in entries}
     assert names == {*infcl.__all__, "RingMultipleNegativesRankingLoss"}
-
-
-def test_what_a_function_returns_is_one_paragraph():
-    sections = "Args:\n    a, **b: one:\n        two * 2.\n\nReturns:\n    Rows: of b * D,\n    more. Last: one."
-    text = markdown_of(f"Do.\n\n{sections}\n\nSource: x.")
-    arguments, returned = r"- `a, **b`: one: two \* 2.", r"Rows: of b \* D, more. Last: one."
-    assert text.split("\n\n") == ["Do.", "**Args**", arguments, "**Returns**", returned, "Source: x."]
 
 
 @pytest.mark.parametrize(

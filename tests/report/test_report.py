@@ -3,7 +3,6 @@
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +10,12 @@ import torch
 from infcl.convert.export import export_model
 from infcl.data.tokenizer import Tokenizer, ids_of
 from infcl.models import CLIP, load_model_config
-from infcl.report import drawing, read_metrics
+from infcl.report import read_metrics
 from infcl.report.__main__ import main
-from infcl.report.charts import Chart, Series, smooth, train_charts
-from infcl.report.drawing import draw_loss_curve, draw_svg, short
+from infcl.report.charts import Chart, Series, train_charts
+from infcl.report.drawing import draw_loss_curve, draw_svg
 from infcl.report.gallery import Gallery, retrieval_gallery
-from infcl.report.page import headline, write_report
+from infcl.report.page import headline
 from infcl.report.records import read_run
 from infcl.report.summary import summary_table
 
@@ -97,21 +96,6 @@ def test_the_page_shows_curves_evaluation_data_and_settings_and_loads_nothing(ru
     assert "@import" not in text and not re.search(r"url\((?!#)", text) and "<GPU" not in text
 
 
-def test_only_values_break_inside_a_word_on_a_phone():
-    rules = re.findall(
-        r"([^{}]+){[^{}]*overflow-wrap: anywhere", (Path(drawing.__file__).parent / "style.css").read_text()
-    )
-    assert rules and not [rule for rule in rules if re.search(r"\b(th|span|h3)\b", rule)]
-
-
-@pytest.mark.parametrize("count", range(7, 15))
-def test_no_tile_of_a_run_stands_alone_in_the_last_row(count, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("infcl.report.page.headline", lambda run: dict.fromkeys(map(str, range(count)), "1"))
-    monkeypatch.setattr("infcl.report.page.draw_svg", lambda *_: "")
-    text = write_report(run, tmp_path).read_text()
-    assert count % int(re.search(r"--columns: (\d)", text)[1]) != 1
-
-
 def test_the_training_time_is_that_of_the_steps(run):
     (chart,) = [chart for chart in train_charts(run)["Learning"] if chart.title == "Loss against training time"]
     assert chart.series[0].xs[-1] == pytest.approx(sum(64 / (100 + step) for step in range(1, 31)))  # seconds
@@ -138,17 +122,6 @@ def test_what_a_resumed_run_had_done_behind_its_checkpoint_is_forgotten(tmp_path
     assert kept == {"train": [0, 1, 6, 7], "val": [2]}
 
 
-def test_what_is_no_run_is_rejected_in_one_line(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert "not a run folder" in capsys.readouterr().err
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert main([str(tmp_path)]) == 2
-    assert "no step yet" in capsys.readouterr().err
-    write_run(tmp_path / "run")
-    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "metrics.jsonl")]) == 2
-    assert "File exists" in capsys.readouterr().err
-
-
 def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path):
     root = write_run(tmp_path / "run", val_data=str(demo_folder / "val"))
     tokenizer = Tokenizer(str(demo_folder / "tokenizer.model"))
@@ -168,36 +141,10 @@ def test_the_gallery_shows_the_best_of_the_validation_data(demo_folder, tmp_path
     assert "is not there (" in retrieval_gallery(read_run(root))
 
 
-@pytest.mark.parametrize(("low", "high"), [(23_456.1, 23_458.9), (1_000_100, 1_000_500), (2.30001, 2.30002), (0, 3)])
-@pytest.mark.parametrize("percent", [False, True])
-def test_no_label_of_an_axis_repeats(low, high, percent):
-    series = Series("y", [1.0, 2.0], [low, high], 0)
-    svg = draw_svg(Chart("c", "y", percent=percent, series=[series]))
-    labels = re.findall(r">(-?\d[^<]*)</text>", svg[svg.index('id="matplotlib.axis_2"') :])
-    assert len(set(labels)) == len(labels) > 2
-    assert [short(mark) for mark in (0, 12_500_000, 0.003, 950)] == ["0", "12.5M", "0.003", "950"]
-
-
 def test_the_reports_counts_of_skipped_samples_agree(run):
     """The run's table, its chart and the table of causes count the same: what the index left out has its own row."""
     rows = headline(run)
     assert (rows["samples skipped"], rows["samples left out by the index"]) == ("3", "4")
-
-
-def test_smoothing_is_centred_and_keeps_lines():
-    line = [float(n) for n in range(300)]
-    assert smooth(line) == pytest.approx(line)
-    assert smooth([2.0]) == [2.0]
-
-
-def test_a_chart_has_short_marks_and_starts_at_zero():
-    series = Series("top-1", [50_000.0, 100_000.0], [0.5, 1.0], colour=0)
-    chart = Chart("Accuracy", "share", percent=True, from_zero=True, series=[series])
-    figure = drawing._figure([chart], (7, 4))
-    figure.canvas.draw()
-    (axis,) = figure.axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["0%", "20%", "40%", "60%", "80%", "100%"]
-    assert "100k" in [label.get_text() for label in axis.get_xticklabels()] and axis.get_xlim()[0] == 0
 
 
 def test_curves_of_a_single_step_or_a_constant_are_drawn():
