@@ -2,6 +2,7 @@
 #   make test-cluster   the tests over several hosts, which are made of network namespaces (root);
 #                       SKIPS=--skips-fail: nothing may be missing here
 #   WORKERS=4 make test  so many processes share the files of the suite (3); the ranks that its tests start come on top
+#   make test-all       the rest of the suite: what CI runs in addition to `make test`
 #   make test-slow      the tests that take minutes, among them the commands of the docs, executed; on a CPU
 #   make docs   the site in build/docs                  make coverage   the suite, and the lines that it runs
 #
@@ -21,8 +22,10 @@ FLAGS  ?=
 CLUSTER_SECONDS ?= 1800
 SKIPS  ?=
 WORKERS ?= 3
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ON_A_CPU := not gpu and not multigpu and not cluster
 
-.PHONY: train test suite test-slow test-cluster lint docs coverage charts clean
+.PHONY: train test suite test-all test-slow test-cluster lint docs coverage charts clean
 
 train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
@@ -33,11 +36,14 @@ test: $(VENV)/.installed
 
 # The order of the files is conftest.py's: the longest first.
 suite: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(SHARED)
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m 'long and not slow and $(ON_A_CPU)' $(SHARED)
 
 # Those for GPUs and clusters have their own markers.
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'slow and not gpu and not multigpu and not cluster' -o addopts='' -q -rs $(SKIPS)
+	$(BIN)/python -m pytest -m 'slow and $(ON_A_CPU)' -o addopts='' -q -rs $(SKIPS)
 
 # Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh) and
 # the launchers that are not installed (openmpi-bin, slurm-wlm).

@@ -255,15 +255,6 @@ def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished
     assert f"began from {other.resume} and has no checkpoint yet" in run_ranks(rejection, 2, latest)[0]
 
 
-def test_a_checkpoint_of_another_model_is_rejected_with_the_names(finished, tmp_path, demo_folder):
-    run, config = finished
-    other = dataclasses.replace(
-        config, resume=str(complete_checkpoints(run)[0]), logs=str(tmp_path), force_context_length=24
-    )
-    message = run_ranks(rejection, 2, other)[0]
-    assert "positional_embedding has shape" in message and "give the --model and --tokenizer of the run" in message
-
-
 def add_checkpoints(run, *steps):
     for step in steps:
         folder = run.checkpoints / f"step_{step:08d}"

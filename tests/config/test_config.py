@@ -9,7 +9,6 @@ import re
 import pytest
 
 from infcl.config import (
-    LOSS_NAMES,
     BatchPlan,
     TrainConfig,
     make_parser,
@@ -19,7 +18,6 @@ from infcl.config import (
     total_steps,
 )
 from infcl.config.preset import read_preset
-from infcl.loss.contrastive import LOSSES
 from tests.lib.checkout import ROOT
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
@@ -169,10 +167,6 @@ def test_a_preset_is_named_from_any_folder_and_another_file_by_its_path(tmp_path
         parse_args([*SYNTHETIC, "--deepspeed_config", "ds_configs/zero1.json"])
     (tmp_path / "zero1.json").write_text("{}")
     assert read_preset(parse_args([*SYNTHETIC, "--deepspeed_config", "zero1.json"]), "cpu")[0] == {}
-
-
-def test_the_loss_names_are_those_of_the_loss_package():
-    assert LOSS_NAMES == LOSSES
 
 
 def test_batch_arithmetic():

@@ -128,8 +128,9 @@ def test_a_config_that_asks_for_remote_code_is_rejected_without_running_it(tmp_p
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(
+    ("mode", "interpolation"), [("shortest", "bicubic"), ("longest", "bilinear"), ("squash", "bicubic")]
+)
 @pytest.mark.parametrize("size", [(50, 90), (90, 51), (20, 17), (64, 64)])
 def test_evaluation_images_are_open_clips(mode, interpolation, size):
     from open_clip.transform import PreprocessCfg, image_transform_v2
@@ -146,10 +147,6 @@ def test_flops_of_a_model_that_both_build_agree():
     ours, theirs = (forward_flops(load_any_config(name)) for name in ("ViT-B-32", "open_clip:ViT-B-32"))
     for tower in ("image", "text"):
         assert theirs[tower] == pytest.approx(ours[tower], rel=0.06)  # torch does not count all of the attention
-
-
-def test_flops_of_a_timm_tower_with_attention_pooling_are_counted():
-    assert min(forward_flops(load_any_config("open_clip:ViT-B-16-SigLIP")).values()) > 1e9
 
 
 def test_a_tag_brings_its_preprocessing_and_an_unknown_one_names_those_there_are():

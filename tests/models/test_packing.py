@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from infcl.config import TrainConfig, resolve
 from infcl.models.clip import CLIP
@@ -130,30 +129,9 @@ def test_in_16_bits_gradients_are_as_near_to_the_truth_as_those_of_whole_caption
         assert errors[1][name] < 2 * whole_error + 1e-3, (name, whole_error, errors[1][name])
 
 
-def test_packing_leaves_nothing_to_torchs_threads():
-    """They wait for each other: 120 ms instead of 2, for 1,024 captions, where other processes have the cores."""
-    texts, called = captions(EOS, [5] * 1024), []
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            called.append(function.overloadpacket._qualified_op_name)
-            return function(*arguments, **(keywords or {}))
-
-    with Calls():
-        pack_captions(texts, EOS)
-    assert set(called) <= {"aten::empty", "aten::view", "aten::detach", "aten::is_pinned"}
-
-
 def test_texts_that_are_too_long_are_rejected():
     with pytest.raises(ValueError, match=r"\[4, 14\].*context_length 13"):
         texts_for_model(EOS, pack=True)(torch.ones(4, 14, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("cfg", [EOS, ARGMAX, dataclasses.replace(EOS, eos_id=0, pad_id=3)])
-def test_the_longest_captions_fill_their_places(cfg):
-    assert (pooled_positions(longest(cfg, 5), cfg.pool_type, cfg.eos_id) == 12).all()
-    rows, _ = pack_captions(longest(cfg, 5), cfg)
-    assert len(rows) == 3
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

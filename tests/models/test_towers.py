@@ -1,17 +1,13 @@
 """The towers by themselves: precision, recomputation, pooling, freezing, configs, flops. Parity has its own file."""
 
-import math
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from infcl.convert.hf_clip import hf_config
 from infcl.models import CLIP, forward_flops, list_models, load_model_config
 from infcl.models.config import parse_model_config
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, normalize_pixels
-from infcl.models.text import pool_text
 from infcl.models.vision import drop_patches, patches_times
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import run_ranks
@@ -52,26 +48,6 @@ def surrogate_gradients(model, images, texts):
 
 
 # Forward
-
-
-def test_forward_returns_only_what_was_asked_for():
-    model = build()
-    images, texts = batch()
-    assert set(model()) == {"logit_scale"}
-    assert set(model(images)) == {"logit_scale", "image_features"}
-    assert set(model(texts=texts)) == {"logit_scale", "text_features"}
-    assert set(build(small_config().with_logit_bias(-10.0))(images, texts)) == {
-        "logit_scale",
-        "logit_bias",
-        "image_features",
-        "text_features",
-    }
-
-
-def test_scalars_have_one_dimension_and_log_space_defaults():
-    out = build(small_config().with_logit_bias(-10.0))()
-    torch.testing.assert_close(out["logit_scale"], torch.tensor([math.log(1 / 0.07)]))
-    torch.testing.assert_close(out["logit_bias"], torch.tensor([-10.0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,13 +105,6 @@ def test_causal_text_ignores_what_follows_eos():
     torch.testing.assert_close(model(texts=texts)["text_features"], model(texts=texts[:, :4])["text_features"])
 
 
-def test_text_pooling_picks_the_documented_token():
-    texts = torch.tensor([[5, 1, 9, 1], [7, 8, 2, 3]])
-    x = torch.arange(8.0).view(2, 4, 1)
-    for pool_type, expected in {"argmax": [2, 5], "eos": [1, 4], "last": [3, 7], "first": [0, 4]}.items():
-        assert pool_text(x, texts, pool_type, 1).flatten().tolist() == expected, pool_type
-
-
 # Recomputation and randomness
 
 
@@ -174,20 +143,6 @@ def test_patch_dropout_acts_while_training_only():
 # Freezing and loading
 
 
-def test_locked_towers_get_no_gradient_and_the_image_tower_stays_in_eval_mode():
-    model = build(patch_dropout=0.5)
-    model.lock_image_tower()
-    names = surrogate_gradients(model.train(), *batch()).keys()
-    assert names and not any(name.startswith("visual.") for name in names)
-    assert not model.visual.training and model.training
-
-    model = build()
-    model.lock_text_tower()
-    names = surrogate_gradients(model, *batch()).keys()
-    assert names and all(name.startswith("visual.") for name in names)
-    assert model.logit_scale.requires_grad
-
-
 @pytest.mark.parametrize("unlocked", [0, 1, 2, 3, 4])
 def test_unlocked_groups_are_counted_from_the_end(unlocked):
     model = build()
@@ -204,16 +159,6 @@ def test_unlocked_groups_are_counted_from_the_end(unlocked):
 def test_too_many_unlocked_groups_are_an_error():
     with pytest.raises(ValueError, match="9 unlocked groups: this tower has 4"):
         build().lock_image_tower(9)
-
-
-def test_state_dicts_with_zero_dimensional_scalars_load():
-    source, target = (build(small_config().with_logit_bias(bias), seed) for bias, seed in ((-3.0, 0), (0.0, 1)))
-    state = {name: value.clone() for name, value in source.state_dict().items()}
-    for name in ("logit_scale", "logit_bias"):
-        state[name] = (state[name] + 1).reshape(())
-    target.load_state_dict(state)
-    assert target.logit_bias.shape == (1,) and target.logit_bias.item() == -2.0
-    assert state["logit_scale"].shape == ()
 
 
 def test_zero_init_shards_the_same_initial_weights():
@@ -238,13 +183,6 @@ def _differences_under_zero_init(rank: int, world_size: int) -> list[str]:
 
 
 # Configs
-
-
-def test_demo_model_is_small_and_loads_in_open_clip_and_transformers():
-    cfg = load_model_config("demo")
-    assert cfg.vision_cfg.num_patches == 16 and cfg.loads_in_open_clip
-    assert sum(p.numel() for p in build(cfg).parameters()) == 622_945
-    assert hf_config(cfg)["model_type"] == "clip"
 
 
 def _convolution(images, weight):

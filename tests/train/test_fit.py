@@ -42,13 +42,6 @@ def test_a_run_that_cannot_fit_is_rejected_with_a_suggestion(flags, gib, propose
     assert "--skip-memory-check" in str(rejected.value)
 
 
-def test_what_is_proposed_fits_and_keeps_the_batch():
-    question = fit("--batch-size", "1024", gib=80)
-    proposal = question.spec.change(batch_size=256, accum_freq=4)
-    assert proposal.batch.global_batch_size == question.spec.batch.global_batch_size
-    dataclasses.replace(question, spec=proposal).check()
-
-
 def test_a_proposed_preset_is_asked_for_with_the_precision_it_was_planned_in_and_without_the_other_s_offload():
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     preset = {"zero_optimization": zero, "bf16": {"enabled": True}}
@@ -108,11 +101,6 @@ def test_the_check_can_be_skipped_with_auto_too(gib, host):
         rejected.choose()
     skipped = dataclasses.replace(fit(*flags, "--skip-memory-check", gib=gib), host=host * GIB)
     assert skipped.choose().flags.batch_size == (1 if gib == 1 else fit(*flags, gib=80).choose().flags.batch_size)
-
-
-def test_auto_takes_any_divisor():
-    assert fit("--global-batch-size", str(8 * 300), "--batch-size", "auto", gib=10_000).choose().flags.batch_size == 300
-    assert fit("--global-batch-size", str(8 * 101), "--batch-size", "auto", gib=10_000).choose().flags.batch_size == 101
 
 
 def test_the_trainer_takes_auto(demo_folder, tmp_path):

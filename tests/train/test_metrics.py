@@ -20,9 +20,7 @@ from infcl.train.diagnostics import PhaseTimer
 from infcl.train.metrics import Console, MetricsWriter, TensorBoardSink
 from infcl.train.observers import WARM_UP_STEPS, StepProfiler
 from infcl.train.trainer import Trainer
-from tests.lib.ranks import run_ranks
 from tests.lib.steps import step_done
-from tests.lib.training import demo_config, fit
 
 VALUES = {"loss": 1.5, "samples_per_second": 1000.0, "data_wait": 0.25, "lr": 1e-3, "logit_scale": 14.0}
 
@@ -108,13 +106,6 @@ def test_a_sink_that_fails_is_reported_once_and_the_others_continue(tmp_path, wa
     assert "CommError" in capsys.readouterr().out
 
 
-def test_a_programming_error_in_a_record_is_not_mistaken_for_a_full_disk(tmp_path):
-    writer = writer_in(tmp_path)
-    with pytest.raises(KeyError, match="samples_per_second"):
-        writer.after_step(step_done(1, samples_seen=64, values={"loss": 1.0}))
-    writer.close()
-
-
 def test_tensorboard_has_the_curves_over_samples_seen_and_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer import event_file_writer
@@ -184,14 +175,6 @@ def test_evaluations_left_are_those_that_the_loop_runs(steps_per_epoch, total, e
         assert Trainer._evaluations_left(trainer, step) == {"retrieval": sum(run >= step for run in runs)}
 
 
-def test_a_closed_output_takes_nothing_and_raises_nothing(monkeypatch):
-    monkeypatch.setattr("sys.stdout", None)  # as in a process that was started without it
-    console = Console(5, 1)
-    console.step(1, VALUES)
-    console.say("a message")
-    console.close()
-
-
 def test_in_a_terminal_there_is_a_bar_that_brackets_in_messages_do_not_disturb(capsys):
     console = Console(5, 2, terminal=True)
     console.step(1, VALUES)
@@ -226,13 +209,6 @@ def test_a_profile_that_cannot_be_written_or_has_no_steps_ends_no_run(tmp_path):
         for step in steps:
             profiler.after_step(step)
         assert reported in "".join([*steps[-1].news, profiler.close() or ""])
-
-
-def test_profile_flag_leaves_trace_and_table_in_the_run_folder(demo_folder, tmp_path):
-    config: TrainConfig = demo_config(demo_folder, tmp_path, steps=7, profile=1, batch_size=16, accum_freq=1)
-    run_ranks(fit, 1, config)
-    assert {path.name for path in (tmp_path / "run" / "profile").iterdir()} == {"trace_rank0.json.gz", "table.txt"}
-    assert "phase/replay" in (tmp_path / "run" / "profile" / "table.txt").read_text()
 
 
 def test_a_record_after_a_torn_line_is_not_lost_with_it(tmp_path):

@@ -245,7 +245,8 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(demo_folder, tmp_path):
     run_ranks(fit, 1, config, 2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     other = dataclasses.replace(config, resume="latest", force_context_length=24, lr=1.0)
-    assert "positional_embedding has shape" in run_ranks(rejection, 1, other)[0]
+    message = run_ranks(rejection, 1, other)[0]
+    assert "positional_embedding has shape" in message and "give the --model and --tokenizer of the run" in message
     assert {path: path.read_bytes() for path in before} == before
 
 
