@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
+    """Make the cases of a table after its `first` ones `long`, and sort the files."""
+    seen = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("first"):
+            table = item.nodeid.partition("[")[0]
+            seen[table] += 1
+            if seen[table] > mark.args[0]:
+                item.add_marker("long")
     order = {f"test_{name}.py": position for position, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

@@ -24,6 +24,7 @@ def run_benchmark(name: str, flags: list[str], folder) -> None:
     benchmark.main()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("name", ["step", "peers_train"])
 def test_what_it_has_started_ends_with_it(tmp_path, name, number):

@@ -6,6 +6,7 @@ from benchmarks.charts import CHARTS, overview
 from benchmarks.rows import append
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CHARTS)
 def test_a_chart_is_drawn_from_the_raw_results(name, tmp_path):
     CHARTS[name].draw(tmp_path / name)

@@ -69,6 +69,7 @@ def test_another_failure_ends_the_command_with_its_cause(monkeypatch):
         main(["--at", "4096"])
 
 
+@pytest.mark.long
 def test_a_trial_runs_in_processes_of_its_own(tmp_path):
     flags = ["--model", "demo", "--device", "cpu", "--precision", "fp32", "--batch-size", "8", "--at", "32"]
     assert main([*flags, "--csv", str(tmp_path / "a.csv")]) == 0
@@ -88,6 +89,7 @@ def loss_of_steps(rank: int, world_size: int, folder: str, micro_batches: int, a
     return read_metrics(trainer.run.metrics, "train")[-1]["loss"]
 
 
+@pytest.mark.long
 def test_an_abridged_step_without_stand_ins_equals_a_full_one(tmp_path):
     """With four micro-batches all are at an end of the pass; with twelve some are not, and the loss differs."""
     losses = {}

@@ -39,6 +39,7 @@ def layout(config, world_size, preset, **changes):
     )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "path",
     [
@@ -111,6 +112,7 @@ def saved_while_a_step_is_made(rank, world_size, preset, folder):
     return before, consolidated_state_dict(path), full_weights(engine, keep=True), states
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])
 def test_a_checkpoint_holds_what_there_was_when_it_was_begun_though_it_is_written_later(tmp_path, preset):
     for before, saved, after, states in run_ranks(saved_while_a_step_is_made, 2, preset, tmp_path):

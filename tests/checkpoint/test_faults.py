@@ -108,6 +108,7 @@ def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_fol
     assert "at step 3" in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow)]
 )
@@ -126,6 +127,7 @@ def handles(process: subprocess.Popen, number: signal.Signals) -> bool:
     return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux tells of handlers in /proc")
 def test_sigusr1_in_the_first_second_of_a_start_is_kept_until_there_is_something_to_save(demo_folder, tmp_path):
     """To one rank, while it imports; each start of a job whose time ends within it gets on by a step."""
@@ -153,6 +155,7 @@ def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninter
     resume_and_compare(demo_folder, tmp_path, uninterrupted)
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before(demo_folder, tmp_path, uninterrupted, ended_by):
     shutil.copytree(ended_by(signal.SIGTERM)[0], tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "run" / "checkpoints" / "step_00000007"
@@ -164,6 +167,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before(demo_folder, 
     assert "at step 6" in output
 
 
+@pytest.mark.long
 def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uninterrupted):
     with small_disk(tmp_path / "small", 2) as logs:
         done = forked(["pretrain_clip.py", *flags(demo_folder, logs, "--workers", "0")], 2)
@@ -177,6 +181,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
         assert losses(logs) == uninterrupted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, number):
     """SIGKILL of the launcher makes the deepspeed command report success and would leave the ranks running."""
@@ -193,6 +198,7 @@ def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, nu
     assert newest == f"step_{stopped_at:08d}"
 
 
+@pytest.mark.long
 def test_a_loader_s_worker_that_is_killed_is_reported_with_its_rank_and_memory(demo_folder, tmp_path):
     """Not with a traceback of the line in which word of it came: torch raises from the handler of a signal."""
     result = alone(["tests/lib/fault_run.py", "0", "2", "replay", "0", *flags(demo_folder, tmp_path)])

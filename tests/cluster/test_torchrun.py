@@ -17,6 +17,7 @@ def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
     assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("end", "code"),
     [
@@ -35,6 +36,7 @@ def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
     assert (f"exitcode  : {'-9' if code == 137 else code}" in ended.stderr) == bool(code), ended.stderr
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGUSR1]
 )

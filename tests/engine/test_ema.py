@@ -1,6 +1,6 @@
 """The average of the weights equals a float64 single-process one in every stage, moves between layouts, is exported.
 
-test_trainer.py resumes it bit for bit.
+tests/train/test_resume.py resumes it bit for bit.
 """
 
 import dataclasses
@@ -38,6 +38,7 @@ class Averaged:
             self.values[name] = decay * self.values[name] + (1 - decay) * value
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("preset", "world_size", "decay"),
     [("zero0", 2, 0.5), ("zero1", 3, 0.5), ("zero2", 2, 0.15), ("zero3", 3, 0.5), ("zero3_offload", 2, 0.5)],
@@ -49,6 +50,7 @@ def test_the_average_equals_a_single_process_float64_one(preset, world_size, dec
     assert worst_error(got, oracle.values) < 1e-5
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("preset", ["zero1", "zero2_bf16", "zero3"])
 def test_the_average_of_bf16_parameters_is_of_their_fp32_masters(preset):
     oracle = Averaged(0.5)
@@ -89,6 +91,7 @@ def seen_weights(rank, world_size, preset, precision):
     return before, shown, look(), reference, masters, full_weights(engine, keep=True)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("preset", "precision"),
     [(f"zero{stage}", "fp32") for stage in range(4)] + [("zero3_offload", "fp32"), ("zero2_bf16", "bf16")],
@@ -113,6 +116,7 @@ def averaged_run(demo_folder, tmp_path_factory):
     return config, RunFolder(logs / "run")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("world_size", "preset"), [(1, "zero0"), (2, "zero3")])
 def test_an_average_moves_to_another_layout_unchanged(averaged_run, tmp_path, world_size, preset):
     """Resumed behind the last step, the run only evaluates and exports its average."""

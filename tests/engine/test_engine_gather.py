@@ -54,6 +54,7 @@ PREFETCHES = {"all at once": {}, "in parts": {"stage3_prefetch_bucket_size": 200
 PERSISTENT = {"stage3_param_persistence_threshold": 1000} | PREFETCHES["in parts"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [*PREFETCHES.values(), PERSISTENT], ids=[*PREFETCHES, "small ones stay"])
 def test_what_fits_is_gathered_once_a_step(options, tmp_path):
     steps, parameters = run_ranks(gathers_of_steps, 2, preset_of(tmp_path, **options))[0]
@@ -66,6 +67,7 @@ def test_what_fits_is_gathered_once_a_step(options, tmp_path):
 IN_HOST_MEMORY = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "options",
     [{"stage3_max_live_parameters": 1000}, {"stage3_max_reuse_distance": 1000}, IN_HOST_MEMORY],
@@ -100,6 +102,7 @@ def weights_and_evaluations(rank, world_size, preset, kept):
     return full_weights(engine, keep=True), seen
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("world_size", "options"), [(1, {}), (3, {}), (2, PERSISTENT)])
 def test_steps_and_evaluations_are_those_without_keeping_to_the_bit(world_size, options, tmp_path):
     preset = preset_of(tmp_path, **options)

@@ -45,6 +45,7 @@ def steps(rank, world_size, preset, precision, device="cpu", ours=True, step_cou
     return sums, reductions, full_weights(engine, keep=True)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp_bf16"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sums_are_deepspeeds_to_the_bit(world_size, precision, tmp_path):
@@ -57,6 +58,7 @@ def test_sums_are_deepspeeds_to_the_bit(world_size, precision, tmp_path):
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@pytest.mark.long
 def test_three_ranks_add_up_what_one_by_one_they_have(tmp_path):
     """No parameter is a multiple of three: paddings are added too, and stay zero."""
     preset = preset_of(tmp_path)
@@ -68,6 +70,7 @@ def test_three_ranks_add_up_what_one_by_one_they_have(tmp_path):
             assert torch.equal(a == 0, b == 0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("bucket", [BUCKET, 10**9])
 def test_a_bucket_is_one_collective(bucket, tmp_path):
     """As full as they become in the order of the backward, which is that of DeepSpeed's hooks."""

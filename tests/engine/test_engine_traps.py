@@ -53,6 +53,7 @@ def waits_for_the_device(rank, world_size, preset):
     return waits
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero3"])
 def test_the_host_waits_for_the_device_before_no_forward(preset):
     """By default DeepSpeed does from the third step on, to time it: what the host was ahead by is lost each time."""
@@ -94,6 +95,7 @@ def float64_steps_with_detours(world_size):
     return steps
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("preset", "world_size", "hosts"),
     [*((f"zero{stage}", 2, 1) for stage in range(4)), ("zero1", 2, 2), ("zero2", 2, 2), ("zero3_offload", 1, 1),
@@ -121,6 +123,7 @@ def count_reductions(rank, world_size, preset, precision, micro_batches):
     return reductions
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("preset", "precision"),
     [
@@ -179,6 +182,7 @@ def fp16_on_a_cpu(rank, world_size, preset, finite):
     return steps, full_weights(engine, keep=True), counters, engine.loss_scale()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_growing_loss_scale_changes_no_step(stage, tmp_path):
     """A power of two more or less rounds nothing: the steps are those of a static scale, to the last bit."""
@@ -236,6 +240,7 @@ def error_of_the_mean(rank, world_size, preset, precision):
     return max(errors)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("preset", "precision"), [*((f"zero{stage}", "amp_bf16") for stage in range(4)), ("zero1", "bf16")]
 )

@@ -156,6 +156,7 @@ def test_images_without_pixels_or_captions_are_counted_once_whatever_the_ranks(d
         assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions differ by chance only"
 
 
+@pytest.mark.long
 def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_model(demo_folder, tmp_path):
     (tmp_path / "tiny.json").write_text(small_config().to_json())
     sets = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}

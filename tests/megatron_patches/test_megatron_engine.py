@@ -46,17 +46,20 @@ CASES = [
 ]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("size", "copies", "preset"), CASES)
 def test_three_steps_equal_the_single_process_ones(size, copies, preset):
     check(run_ranks(steps_of, size * copies, size, preset, {}), copies)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("size", "copies", "preset", "flags"), OPTIONS)
 def test_packed_and_compiled_steps_equal_them_too(size, copies, preset, flags):
     seconds = 480 if "compile_blocks" in flags else 120  # each rank compiles the graphs of two towers
     check(run_ranks(steps_of, size * copies, size, preset, flags, timeout=seconds), copies)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("preset", "precision"), [("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16"), ("zero1", "amp_bf16")]
 )
@@ -84,6 +87,7 @@ def fp16_flags(path, stage: int) -> dict[str, str]:
     return {"precision": "fp16", "deepspeed_config": str(path)}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("size", "copies", "stage"), [(2, 2, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow), (2, 2, 3)]
 )
@@ -130,6 +134,7 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, flags):
     return applied, engine.counters(), {name: engine.state.read(p).clone() for name, p in whole.items()}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("preset", "precision"),
     [("zero0", "fp32"), ("zero3_offload", "fp32"), ("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16")]

@@ -159,6 +159,7 @@ CASES = [
 SLOW_CASES = [(1, 1, True, MEAN), (1, 2, False, PER_TOKEN), (2, 2, False, MEAN), (2, 2, True, MEAN)]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("size", "copies", "shared", "config"),
     CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES],

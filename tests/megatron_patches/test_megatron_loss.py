@@ -37,6 +37,7 @@ def losses_of(rank, world_size, size):
     return results
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("size", "copies"), LAYOUTS)
 def test_gradients_average_over_the_data_parallel_group_to_the_whole_ones(size, copies):
     per_rank = run_ranks(losses_of, size * copies, size)

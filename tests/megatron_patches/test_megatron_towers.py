@@ -84,6 +84,7 @@ def drawn(seed: int, size: int) -> tuple:
     return size, draw.random() < 0.3, draw.randint(1, 7), cfg
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     "given",
     [  # size, checkpointing, rows: also where the samples do not divide by T
@@ -165,6 +166,7 @@ def fifty_steps(rank, world_size, preset):
     return {name: value.numpy().tobytes() for name, value in values.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_replicated_parameters_stay_equal_to_the_bit_over_fifty_steps(preset):
     first, second = run_ranks(fifty_steps, 2, preset)

@@ -16,7 +16,7 @@ from tests.lib.entry import ON_CPU, alone, command, launch, losses
 from tests.lib.hosts import Hosts
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.step_oracle import worst_error
-from tests.lib.training import demo_config, fit, rejection, run_losses
+from tests.lib.training import demo_config, rejection, run_losses
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def plain(demo_folder, model, tmp_path_factory):
 READ_TWICE_AND_PACKED = {"pixel_cache_gb": "0", "pack_captions": "on"}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("size", "copies", "flags"),
     [
@@ -63,6 +64,7 @@ def test_tensor_parallel_runs_follow_the_plain_one(demo_folder, tmp_path, model,
     assert losses == pytest.approx(plain[copies], rel=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path",
     [
@@ -84,20 +86,7 @@ def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_pat
     assert losses == pytest.approx(whole, rel=2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["lion", "adamw8bit"])
-def test_other_optimizers_train_and_resume_too(demo_folder, tmp_path, model, optimizer):
-    """Within what a last bit may do: Lion takes signs, and blocks of 8-bit states begin elsewhere in a part."""
-    if optimizer == "adamw8bit":
-        pytest.importorskip("bitsandbytes")
-    flags = {"opt": optimizer, "steps": 6, "save_every_n_steps": 3, "force_patch_dropout": None}
-    whole = run_losses(1, config_of(demo_folder, tmp_path / "whole", model, 1, 1, **flags))
-    split = config_of(demo_folder, tmp_path / "split", model, 2, 1, resume="latest", **flags)
-    run_ranks(fit, 2, split, 4, timeout=200)
-    moved = dataclasses.replace(split, tensor_parallel_size=1)
-    assert run_losses(1, moved) == pytest.approx(whole, rel=2e-3)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     "locks",
     [{"lock_image": True}, pytest.param({"lock_text": True, "lock_text_unlocked_layers": 1}, marks=pytest.mark.slow)],
@@ -113,14 +102,6 @@ def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path
     for name, value in ema[0].items():
         if not name.endswith("in_proj_bias"):
             assert float((ema[1][name] - value).norm()) <= 1e-3 * float(value.norm()), name
-
-
-def test_a_resumed_tensor_parallel_run_continues_bit_for_bit(demo_folder, tmp_path, model):
-    flags = {"steps": 6, "save_every_n_steps": 3, "pack_captions": "on"}
-    whole = run_losses(2, config_of(demo_folder, tmp_path / "whole", model, 2, 1, **flags))
-    stopped = config_of(demo_folder, tmp_path / "stopped", model, 2, 1, **flags)
-    run_ranks(fit, 2, stopped, 4)
-    assert run_losses(2, dataclasses.replace(stopped, resume="latest")) == whole
 
 
 def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one(demo_folder, tmp_path, model):

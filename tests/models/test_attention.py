@@ -228,6 +228,7 @@ def test_the_kernels_in_tritons_interpreter():
     assert result.stdout.split() == ["float64", "adversarial", "repeated", "NaN", "towers", "operators", "graphs"]
 
 
+@pytest.mark.long
 def test_tensor_parallel_towers_compute_with_it_what_whole_ones_do_with_torchs():
     result = run("from tests.models.test_attention import *; check_tensor_parallel()")
     assert result.returncode == 0, result.stderr

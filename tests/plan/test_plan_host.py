@@ -77,6 +77,7 @@ def offloaded_by_deepspeed(rank, world_size, path, precision):
     return held, {part: host_parts(planned)[part] for part in held}
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("stage", "param", "precision", "world_size"),
     [(1, False, "fp32", 1), (1, False, "bf16", 2), (2, False, "fp32", 2), (2, False, "bf16", 1),

@@ -184,6 +184,7 @@ KINDS = (("inf_cl", 1), ("siglip", 2), ("info_nce", 9))
 MATRIX = [(wrapper, world_size, *kind) for wrapper in WRAPPERS for world_size in (1, 2, 3, 4) for kind in KINDS]
 
 
+@pytest.mark.first(7)
 @pytest.mark.parametrize(
     ("wrapper", "world_size", "name", "cached_activations"),
     [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MATRIX if case not in DEFAULT)],
@@ -268,6 +269,7 @@ def mixed_steps_in_float64(world_size: int):
     return losses, {key: value.detach().float() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("options", "world_size", "cached_activations"),
     [

@@ -33,6 +33,7 @@ def one_process_step(world_size, model, rate=lambda name: 1.0):
 slow = pytest.mark.slow
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("preset", "world_size", "resident", "checkpointing", "compiled"),
     [
@@ -63,6 +64,7 @@ def checkpointed_step_in_16_bits(rank, world_size, preset, precision, resident, 
         return step_of_the_towers(rank, world_size, "", resident, True, compiled, **flags)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("preset", "precision", "world_size", "resident", "compiled"),
     [
@@ -99,6 +101,7 @@ def rate_of(name):
     return 1.0 if name.startswith("transformer.resblocks.0.") else 0.5
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
 def test_every_parameter_steps_at_its_own_learning_rate(preset):
     flags = {"image_lr": 0.3 * LR, "text_lr": 2 * LR, "text_layer_decay": 0.5}

@@ -81,6 +81,7 @@ def test_a_usage_error_is_one_line_from_one_rank_with_exit_code_2(demo_folder, t
     assert printed.count("pretrain_clip.py: error:") == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_too_many_bad_samples_end_all_ranks_with_a_checkpoint_and_one_message(demo_folder, tmp_path):
     folder = tmp_path / "train"
     folder.mkdir()
@@ -102,6 +103,7 @@ def test_too_many_bad_samples_end_all_ranks_with_a_checkpoint_and_one_message(de
     assert resumed.returncode == 0 and f"at step {int(saved[5:])}" in resumed.stdout, resumed.stdout + resumed.stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_ends_the_run_with_130_and_a_hint(demo_folder, tmp_path):
     """To the whole process group, with the loader's workers, as a terminal sends it."""
     arguments = command(demo_folder, tmp_path, "--steps", "100000", "--save-every-n-steps", "2")

@@ -59,6 +59,7 @@ def poisoned_fit(rank, world_size, config, fault, steps, on_rank=0, *, most=MAX_
     return said, error
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
@@ -119,6 +120,7 @@ def fit_in_fp16(rank, world_size, config, die_after=None):
     return printed.getvalue()
 
 
+@pytest.mark.long
 def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with_it(demo_folder, tmp_path):
     """A run killed during the skipped steps continues as the one that was not, to the last bit."""
     fp16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "min_loss_scale": 1}
@@ -148,6 +150,7 @@ def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with
     assert json.loads((tmp_path / "cut" / "summary.json").read_text())["skipped_steps"] == len(skipped)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_offloaded_bf16_step_that_is_not_finite_leaves_no_sums(tmp_path, stage):
     """The next step would be skipped too, and all that follow."""

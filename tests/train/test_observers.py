@@ -94,6 +94,7 @@ def test_a_rank_that_is_late_in_every_step_is_the_slowest_one_in_the_metrics(dem
     assert len(found) == 4 and all(rank == 1 and seconds >= 1.0 for rank, seconds in found), found
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("where", "least", "most"), [("encoding", 0.0, 0.8), ("reading", 1.0, 99.0)])
 def test_of_ranks_that_share_a_model_only_late_data_counts(demo_folder, tmp_path, where, least, most):
     """They wait for each other in every layer, so all ranks of a slow one's group would look slow."""

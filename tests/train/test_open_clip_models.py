@@ -140,6 +140,7 @@ def _by_open_clip(config, weights, batches):
 recorded_names = ("image_features", "text_features")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=[pytest.mark.slow] * (family in ("eva", "siglip", "convnext"))) for family in FAMILIES],
@@ -183,23 +184,6 @@ def _loads_in_open_clip(folder, tokenizer):
     assert theirs.logit_scale.item() == pytest.approx(own["logit_scale"].item())
 
 
-def fit_resnet(rank, world_size, config: TrainConfig, die_after: int | None = None):
-    declare_torchvision_operators()
-    return fit(rank, world_size, config, die_after)
-
-
-def test_a_resumed_run_with_running_statistics_continues_bit_for_bit(models, demo_folder, tmp_path):
-    flags = {"model": f"open_clip:{models / 'resnet.json'}", "batch_size": 8, "steps": 4, "save_every_n_steps": 2}
-    whole, stopped = (demo_config(demo_folder, tmp_path / name, **flags) for name in ("whole", "stopped"))
-    losses = run_ranks(fit_resnet, 2, whole, timeout=200)[0]
-    run_ranks(fit_resnet, 2, stopped, 3, timeout=200)
-    resumed = dataclasses.replace(stopped, resume="latest")
-    assert run_ranks(fit_resnet, 2, resumed, timeout=200)[0][4] == losses[4]
-    states = [load_exported(tmp_path / name / "run" / "export")[0].state_dict() for name in ("whole", "stopped")]
-    assert sum("running_var" in name for name in states[0]) > 5
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
 def fit_with_a_poisoned_step(rank, world_size, config: TrainConfig, poisoned):
     """In step `poisoned` (from 1) an activation of one micro-batch of the last rank is NaN -> statistics per step."""
     declare_torchvision_operators()
@@ -225,6 +209,7 @@ def fit_with_a_poisoned_step(rank, world_size, config: TrainConfig, poisoned):
     return statistics
 
 
+@pytest.mark.long
 def test_running_statistics_follow_the_steps_that_are_applied(models, demo_folder, tmp_path):
     """The step whose numbers are not finite leaves them, the next ones and a resumed run start from them."""
     flags = {"model": f"open_clip:{models / 'resnet.json'}", "batch_size": 8, "accum_freq": 2, "save_every_n_steps": 2}
@@ -258,6 +243,7 @@ def fit_from_a_tag(rank, world_size, config: TrainConfig, folder):
         return fit(rank, world_size, config)
 
 
+@pytest.mark.long
 def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(models, demo_folder, tmp_path):
     import open_clip
 

@@ -32,6 +32,7 @@ def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path, captions):
     assert shares == {1.0} if captions == "off" else max(shares) < 0.8
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_curve_does_not_depend_on_how_the_batch_is_split(demo_folder, tmp_path, world_size):
     """Same global batch, other ranks and micro-batches: the same losses up to the order of fp32 sums."""
@@ -39,6 +40,7 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_split(demo_folder, tmp_pa
     assert run_losses(world_size, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("preset", ["zero0", "zero2", "zero3", "zero3_offload"])
 def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_folder, tmp_path, preset):
     config = demo_config(
@@ -57,6 +59,7 @@ def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder,
     assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("loss", ["clip", "open_clip", "disco"])
 def test_the_dense_baselines_train_the_same_model(demo_folder, tmp_path, loss):
     config = demo_config(demo_folder, tmp_path, batch_size=16, loss=loss)
@@ -80,34 +83,7 @@ def test_a_run_with_siglips_bias_continues_with_clips_loss(demo_folder, tmp_path
     assert "init_logit_bias" not in json.loads((tmp_path / "second" / "model_config.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("preset", "objectives"),
-    [(preset, {}) for preset in ("zero0", "zero1", "zero2", "zero3", "zero2_bf16")]
-    + [("zero1", {"matryoshka_widths": [8, 32], "matryoshka_weights": [1.0, 2.0]})],
-)
-def test_a_resumed_run_continues_bit_for_bit(demo_folder, tmp_path, preset, objectives):
-    """Patch dropout on; saved after step 5, which is inside an epoch, and ended abruptly two steps later."""
-    flags = {
-        "batch_size": 8,
-        "force_patch_dropout": 0.25,
-        "steps": 8,
-        "save_every_n_steps": 5,
-        "deepspeed_config": f"ds_configs/{preset}.json",
-        "precision": "bf16" if preset == "zero2_bf16" else "fp32",
-        "ema_decay": 0.9,
-    } | objectives
-    whole = run_losses(2, demo_config(demo_folder, tmp_path / "whole", **flags))
-    stopped = demo_config(demo_folder, tmp_path / "stopped", **flags)
-    run_ranks(fit, 2, stopped, 7)
-    resumed = run_losses(2, dataclasses.replace(stopped, resume="latest"))
-    assert resumed == whole
-    averages = [consolidated_state_dict(tmp_path / name / "run", ema=True) for name in ("whole", "stopped")]
-    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
-    lines = (tmp_path / "stopped" / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
-    assert steps == [*range(1, 8), *range(6, 9)], "it did not continue after step 5"
-
-
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("unlocked", "presets"), [(0, ["zero0", "zero3"]), (1, ["zero1"]), (2, ["zero0", "zero3"])])
 def test_a_locked_tower_trains_the_same_way_in_every_stage_and_resumes_in_another(
     demo_folder, tmp_path, unlocked, presets
@@ -226,6 +202,7 @@ def failed_export(rank, world_size, config, fault):
     return str(failure.value)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [

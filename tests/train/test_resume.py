@@ -1,0 +1,71 @@
+"""A resumed run is the uninterrupted one bit for bit, whatever it trains and with what."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from infcl.checkpoint.load import consolidated_state_dict
+from infcl.models import load_model_config
+from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
+from tests.lib.ranks import run_ranks
+from tests.lib.training import demo_config, fit
+
+TEXT = {"context_length": 16, "vocab_size": 512, "width": 64, "heads": 4, "layers": 2}
+VISION = {"image_size": 32, "layers": [1, 2, 1, 1], "width": 16, "head_width": 32}
+RESNET = {"embed_dim": 32, "vision_cfg": VISION, "text_cfg": TEXT}
+BY_OPEN_CLIP = {"model": "open_clip:{folder}/resnet.json", "force_patch_dropout": None}
+SPLIT = {"tensor_parallel_size": 2, "pack_captions": "on", "model": "{folder}/four_heads.json"}
+RUNS = {  # flags; presets by their name
+    "zero1": {},
+    "zero3": {},
+    "zero2_bf16": {"precision": "bf16"},
+    "zero0": {},
+    "zero2": {},
+    "zero1, Matryoshka": {"matryoshka_widths": [8, 32], "matryoshka_weights": [1.0, 2.0]},
+    "zero1, T = 2": SPLIT,
+    "zero1, batch norm": BY_OPEN_CLIP,
+    "zero2, adafactor": {"opt": "adafactor", "wd": 0.1},
+    "zero2, adamw8bit": {"opt": "adamw8bit", "wd": 0.1},
+    "zero1, lion": {"opt": "lion", "wd": 0.1},
+    "zero3, lamb": {"opt": "lamb", "wd": 0.1},
+}
+
+
+def fit_any(rank, world_size, config, die_after=None):
+    declare_torchvision_operators()
+    return fit(rank, world_size, config, die_after)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The demo's model with heads that ranks can share, and a ResNet of open_clip's."""
+    folder, fields = tmp_path_factory.mktemp("models"), load_model_config("demo").to_dict()
+    fields["vision_cfg"] |= {"head_width": 24}
+    fields["text_cfg"] |= {"heads": 4}
+    (folder / "four_heads.json").write_text(json.dumps(fields))
+    (folder / "resnet.json").write_text(json.dumps(RESNET))
+    return folder
+
+
+@pytest.mark.first(3)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_continues_bit_for_bit(name, models, demo_folder, tmp_path):
+    """Patch dropout on; saved after step 5, which is inside an epoch, and ended abruptly two steps later."""
+    if "batch norm" in name:
+        import_open_clip()
+    flags = {"batch_size": 8, "steps": 8, "save_every_n_steps": 5, "ema_decay": 0.9, "force_patch_dropout": 0.25}
+    flags |= {"deepspeed_config": f"ds_configs/{name.partition(',')[0]}.json"} | RUNS[name]
+    if "model" in flags:
+        flags["model"] = flags["model"].format(folder=models)
+    whole, stopped = (demo_config(demo_folder, tmp_path / place, **flags) for place in ("whole", "stopped"))
+    losses = run_ranks(fit_any, 2, whole, timeout=200)[0]
+    run_ranks(fit_any, 2, stopped, 7, timeout=200)
+    assert run_ranks(fit_any, 2, dataclasses.replace(stopped, resume="latest"), timeout=200)[0] == losses
+    averages = [consolidated_state_dict(tmp_path / place / "run", ema=True) for place in ("whole", "stopped")]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+    assert ("batch norm" in name) == (sum("running_var" in name for name in averages[0]) > 5)
+    lines = (tmp_path / "stopped" / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    assert steps == [*range(1, 8), *range(6, 9)], "it did not continue after step 5"
