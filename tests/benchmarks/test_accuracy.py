@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accuracy
-from benchmarks.accuracy import Training, _parser, batch_trainings, loss_trainings, thin_curve
+from benchmarks.accuracy import Training, _parser, batch_trainings, loss_trainings
 from benchmarks.rows import read
 from infcl.config import make_parser
 
@@ -44,13 +44,6 @@ def test_batches_see_the_same_samples_at_the_learning_rate_that_the_row_says():
         rule, _, base = flags.lr_scaling.partition(":")
         exponent = {"none": 0, "sqrt": 0.5, "linear": 1}[rule]
         assert training.key["lr"] == pytest.approx(flags.lr * (batch / int(base or 1)) ** exponent)
-
-
-def test_curves_are_thinned_to_means_that_keep_the_last_sample():
-    records = [{"loss": float(i), "samples_seen": 8 * (i + 1)} for i in range(101)] + [{"samples_seen": 816}]
-    curve = thin_curve(records, points=10)
-    assert len(curve) == 10 and curve[-1]["samples_seen"] == 808
-    assert curve[0] == {"samples_seen": 88, "loss": 5.0}
 
 
 def write_result(run: Path) -> None:

@@ -31,19 +31,6 @@ def test_the_search_brackets_the_largest_batch_within_the_tolerance(start):
     assert below < above <= below * 1.05 + 64
 
 
-@pytest.mark.parametrize(
-    "fitting, options, result",
-    [
-        (10**9, {"start": 6400, "limit": 10_000}, (9984, None)),
-        (10**9, {"start": 64, "trials": 3}, (192, None)),
-        (0, {"start": 6400}, (0, 64)),
-    ],
-)
-def test_the_search_ends_at_the_limit_at_the_trials_and_where_nothing_fits(fitting, options, result):
-    given = {"unit": 64, "tolerance": 0.05, "limit": 1 << 40, "trials": 20} | options
-    assert search(lambda batch: batch <= fitting, **given) == result
-
-
 def test_exhausted_memory_means_that_a_batch_does_not_fit_and_other_losses_follow(monkeypatch, tmp_path):
     def run(command, seconds):
         loss, _, batch = command[-3:]
@@ -61,12 +48,6 @@ def test_exhausted_memory_means_that_a_batch_does_not_fit_and_other_losses_follo
         *(("clip", batch, 1) for batch in (4096, 8192, 16384)),
     ]
     assert "OutOfMemoryError" in rows[1]["said"]
-
-
-def test_another_failure_ends_the_command_with_its_cause(monkeypatch):
-    monkeypatch.setattr(largest_batch, "run", lambda *_: ("exit code 1", "ValueError: no such preset: zero9"))
-    with pytest.raises(SystemExit, match="4,096 samples.* another reason than memory: ValueError: no such preset"):
-        main(["--at", "4096"])
 
 
 @pytest.mark.long

@@ -69,14 +69,6 @@ def test_steps_are_timed_after_the_optimizer(monkeypatch):
     optimizer.step()  # no longer timed
 
 
-def test_a_row_is_of_the_steps_after_the_warm_up_and_one_without_them_says_so():
-    said = {"samples_per_second": [1.0, 9.0, 11.0, 16.0], "waiting": [0.9, 0.1, 0.2, 0.3], "peak_gib": [2.0, 3.0]}
-    row = peers_train.row_of(said, 1)
-    assert (row["samples_per_second"], row["mean"], row["steps"]) == (11.0, 12.0, 3)
-    assert (row["waiting"], row["peak_gib"], row["status"]) == (0.2, 3.0, "ok")
-    assert peers_train.row_of(said, 3) == {"status": "only 4 steps are in its log"}
-
-
 @pytest.mark.slow
 def test_both_trainers_run_on_a_cpu(tmp_path, monkeypatch):
     """torchvision is made importable under a torch without CUDA; pandas, which only tables of images need, is empty."""

@@ -110,10 +110,21 @@ def test_forwards_see_the_average_where_asked_and_then_the_weights_again(preset,
 def averaged_run(demo_folder, tmp_path_factory):
     """A run of three steps with averaged weights, ZeRO-1 on two ranks: (config, run)."""
     logs = tmp_path_factory.mktemp("averaged")
-    flags = {"ema_decay": 0.9, "batch_size": 16, "steps": 3}
+    flags = {"ema_decay": 0.9, "batch_size": 16, "steps": 3, "save_every_n_steps": 1, "keep_checkpoints": 0}
     config = demo_config(demo_folder, logs, val_data=str(demo_folder / "val"), **flags)
     run_losses(2, config)
     return config, RunFolder(logs / "run")
+
+
+def test_the_trainer_updates_the_average_once_per_step(averaged_run):
+    _, run = averaged_run
+    steps = [[consolidated_state_dict(path, ema=ema) for ema in (False, True)] for path in complete_checkpoints(run)]
+    steps.reverse()
+    for done, ((_, before), (weights, average)) in enumerate(zip(steps, steps[1:]), start=1):
+        decay = min(0.9, (1 + done) / (10 + done))
+        for name, value in before.items():
+            torch.testing.assert_close(average[name], value.lerp(weights[name], 1 - decay), msg=f"{name}, step {done}")
+    assert len(steps) == 3
 
 
 @pytest.mark.first(1)

@@ -97,6 +97,7 @@ def train(rank: int, world_size: int, columns: int, symmetric: bool):
     return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("world_size", "columns", "symmetric"), [(1, 2, True), (2, 2, False), (2, 4, True), (3, 3, False)]
 )

@@ -4,7 +4,6 @@ import pytest
 
 from infcl.config.precision import PRECISIONS
 from infcl.models import load_model_config
-from infcl.plan import timing
 from infcl.plan.fit import fits_gpu, largest_batch, with_cached_activations
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import load_gpu, load_link
@@ -103,9 +102,3 @@ def test_auto_is_planned_to_keep_the_graphs_that_it_kept():
         assert with_cached_activations(setting).resident == int(row["resident"]), row
         if sizes == {"global_batch": 1024, "micro_batch": 128}:
             assert with_cached_activations(setting.with_(compiled=False)).resident == 3  # as peers_train's
-
-
-def test_attention_is_counted_in_whole_tiles():
-    lengths = (20, 50, 99, 128, 129, 197, 257)
-    assert [timing.positions(length) for length in lengths] == [128, 128, 128, 128, 256, 256, 384]
-    assert [timing.own_positions(length) for length in lengths] == [32, 64, 128, 128, 144, 208, 272]

@@ -75,6 +75,7 @@ def test_the_data_set_holds_out_sets_and_splits_by_licence_and_a_saved_file_give
     assert {s["prefix"] for s in manifest["sets"]} == LICENCES.keys() - {"fluent-emoji", "closed"}
 
 
+@pytest.mark.long
 def test_search_ranks_by_cosine_and_embeds_a_set_once(icons, package, tmp_path, monkeypatch, capsys):
     icons["build"].main([str(package), "--out", str(tmp_path / "a"), "--workers", "1", "--vocab-size", "30"])
     cfg = json.loads((ROOT / "infcl/models/configs/demo.json").read_text())

@@ -111,31 +111,6 @@ def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter(needs).prepare()  # raises CycleError with the circle
 
 
-@pytest.mark.parametrize(
-    ("function", "callers"),
-    [
-        ("config.preset.read_preset", {"infcl/config/spec.py"}),
-        ("config.spec.resolve", {"infcl/train/build.py", "infcl/plan/__main__.py"}),  # of a run, of one that is planned
-    ],
-)
-def test_a_run_is_resolved_in_one_place(function, callers):
-    """Counted by the function's name or as an attribute of its module or package: config.resolve(...)."""
-    package, module, name = function.split(".")
-    names = {name, f"{package}.{name}", f"infcl.{package}.{name}", f"{module}.{name}", f"infcl.{function}"}
-
-    def calls(file: str) -> int:
-        return sum(isinstance(node, ast.Call) and ast.unparse(node.func) in names for node in _nodes(file))
-
-    assert {file: n for file in FILES if (n := calls(file))} == dict.fromkeys(callers, 1)
-    renamed = [
-        (file, node.name)
-        for file in FILES
-        for node in _nodes(file)
-        if isinstance(node, ast.alias) and node.asname and node.name.rpartition(".")[2] == name
-    ]
-    assert renamed == []
-
-
 def test_only_the_patches_replace_functions_of_other_objects():
     """Functions stored in an attribute of another object are listed. Data may be stored anywhere."""
 

@@ -12,7 +12,7 @@ from infcl.data.tokenizer import Tokenizer, ids_of
 from infcl.models import CLIP, load_model_config
 from infcl.report import read_metrics
 from infcl.report.__main__ import main
-from infcl.report.charts import Chart, Series, train_charts
+from infcl.report.charts import Chart, Series
 from infcl.report.drawing import draw_loss_curve, draw_svg
 from infcl.report.gallery import Gallery, retrieval_gallery
 from infcl.report.page import headline
@@ -96,11 +96,6 @@ def test_the_page_shows_curves_evaluation_data_and_settings_and_loads_nothing(ru
     assert "@import" not in text and not re.search(r"url\((?!#)", text) and "<GPU" not in text
 
 
-def test_the_training_time_is_that_of_the_steps(run):
-    (chart,) = [chart for chart in train_charts(run)["Learning"] if chart.title == "Loss against training time"]
-    assert chart.series[0].xs[-1] == pytest.approx(sum(64 / (100 + step) for step in range(1, 31)))  # seconds
-
-
 def test_a_run_that_died_is_still_shown(tmp_path):
     """No summary, no config, the last line torn by the crash, bytes before it that are no text."""
     root = tmp_path / "dead"
@@ -147,14 +142,6 @@ def test_the_reports_counts_of_skipped_samples_agree(run):
     assert (rows["samples skipped"], rows["samples left out by the index"]) == ("3", "4")
 
 
-def test_curves_of_a_single_step_or_a_constant_are_drawn():
-    for ys in ([1.0], [3.0, 3.0], [0.0, 0.0]):
-        xs = [64.0 * (n + 1) for n in range(len(ys))]
-        for options in ({}, {"log": True}, {"percent": True, "from_zero": True}):
-            series = [Series("y", xs, ys, 0, noisy=True)]
-            assert "nan" not in draw_svg(Chart("constant", "y", series=series, **options))
-
-
 def test_the_curve_of_a_run_without_a_loss_is_drawn(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     draw_loss_curve(tmp_path / "metrics.jsonl", tmp_path / "x.png")
@@ -183,17 +170,3 @@ def test_the_closing_table_tells_failed_saves_skipped_steps_and_what_open_clip_c
         r"exported model +E  \(for infcl.convert.export.load_exported",
     ):
         assert re.search(line, torn)
-
-
-def test_a_run_whose_losses_were_not_finite_and_whose_files_are_cut_off_is_still_shown(tmp_path, caplog):
-    root = tmp_path / "run"
-    root.mkdir()
-    record = {name: value for name, value in step_record(1).items() if not name.startswith(("loss", "micro"))}
-    (root / "metrics.jsonl").write_text(f'{json.dumps(record)}\n{{"kind": "train", "step": "2"}}\n')
-    (root / "config.json").write_text('{"model": "de')
-    (root / "environment.json").write_text("[]")  # JSON, but not what is written there
-    assert main([str(root)]) == 0
-    text = (root / "report" / "index.html").read_text()
-    Page(text)
-    assert "<b>not finite</b>" in text
-    assert "config.json is damaged" in caplog.text and "environment.json is damaged" in caplog.text

@@ -1,9 +1,17 @@
-"""The gradient cache gives the gradients of the whole batch at once, randomness included, with 2 M - 1 encodings."""
+"""The gradient cache gives the gradients of the whole batch at once, randomness included, with 2 M - 1 encodings.
+
+A frozen tower is encoded once.
+"""
+
+import dataclasses
 
 import pytest
 import torch
 
+from infcl.models import CLIP, load_model_config
+from infcl.step.batches import StepBatches
 from infcl.step.grad_cache import by_name, cached_step
+from infcl.step.pixels import PixelCache
 from tests.lib.step_oracle import ToyCLIP, dense_loss, global_batch, whole_batch_gradients, worst_error
 
 
@@ -17,7 +25,7 @@ def cached_gradients(model, micro_batches, seeds, encode=None, **options):
         seeds=seeds,
         **options,
     )
-    return output, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("sizes", [[7], [5, 5, 5], [3, 4, 1, 5], [2, 3, 2, 1, 3, 2, 2]])
@@ -48,31 +56,6 @@ def test_a_replay_under_another_seed_is_noticed():
     assert worst_error(wrong, whole) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("num_micro_batches", "options", "without_graph", "with_graph"),
-    [
-        (1, {}, 0, 1),
-        (2, {}, 1, 2),
-        (5, {}, 4, 5),
-        (5, {"resident": 3}, 2, 5),
-        (5, {"resident": 7}, 0, 5),
-    ],
-)
-def test_resident_micro_batches_are_encoded_once_the_others_twice(
-    num_micro_batches, options, without_graph, with_graph
-):
-    model, calls = ToyCLIP(), []
-    images, texts = global_batch(2 * num_micro_batches)
-
-    def encode(*batch):
-        calls.append(torch.is_grad_enabled())
-        return model(*batch)
-
-    micro_batches = list(zip(images.split(2), texts.split(2)))
-    cached_gradients(model, micro_batches, [0] * num_micro_batches, encode=encode, **options)
-    assert calls == [False] * without_graph + [True] * with_graph
-
-
 def test_master_values_go_into_the_loss_and_gradients_into_the_parameter():
     """As with bf16 parameters: the loss sees logit_scale from its fp32 master, not the rounded copy."""
     model = ToyCLIP()
@@ -92,6 +75,84 @@ def test_master_values_go_into_the_loss_and_gradients_into_the_parameter():
     assert worst_error(got, expected) < 1e-5
 
 
+def test_a_loss_that_is_not_finite_gives_the_scalars_gradients_that_are_not():
+    """The norm of all gradients shows it then, also where the features' gradients are finite."""
+    model = ToyCLIP()
+    cached_step(
+        [global_batch(6)],
+        encode=model,
+        loss=by_name(lambda image, text, scale, bias: dense_loss(image, text, scale) + torch.inf),
+        backward=lambda surrogate, is_last: surrogate.backward(),
+        seeds=[0],
+    )
+    assert model.logit_scale.grad.isnan().all() and model.image[0].weight.grad.isfinite().all()
+
+
 def test_seeds_and_micro_batches_must_match_in_number():
     with pytest.raises(ValueError, match="2 seeds for 1 micro-batches"):
         cached_gradients(ToyCLIP(), [global_batch(4)], [1, 2])
+
+
+SIZES = [3, 4, 1, 5]
+
+
+def locked(image: int | None, text: int | None, patch_dropout: float) -> CLIP:
+    """The demo's model with three blocks in each tower; the groups that are unlocked in each, None: all."""
+    torch.manual_seed(0)
+    cfg = load_model_config("demo")
+    towers = {name: dataclasses.replace(getattr(cfg, name), layers=3) for name in ("vision_cfg", "text_cfg")}
+    model = CLIP(dataclasses.replace(cfg, **towers), patch_dropout=patch_dropout)
+    for lock, unlocked in ((model.lock_image_tower, image), (model.lock_text_tower, text)):
+        if unlocked is not None:
+            lock(unlocked)
+    return model.double().train()
+
+
+def micro_batches():
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (sum(SIZES), 3, 32, 32), generator=generator, dtype=torch.uint8)
+    texts = torch.randint(1, 300, (sum(SIZES), 20), generator=generator)
+    return list(zip(images.split(SIZES), texts.split(SIZES)))
+
+
+class AsTheTrainers(StepBatches):
+    """The micro-batches of a step as the trainer gives them, of any sizes, in memory."""
+
+    def __init__(self, batches, frozen):
+        side = batches[0][0].shape[-1]
+        pixels = PixelCache(torch.device("cpu"), (0, 3, side, side), replayed=0, kept=0)
+        super().__init__(pixels, len(batches), device=torch.device("cpu"), frozen=frozen)
+        pixels.second = lambda index, _: batches[index][0]
+        self.begin({"images": one, "texts": two, "ids": torch.arange(len(one))} for one, two in batches)
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize(
+    ("image", "text"),
+    [*((n, None) for n in range(6)), *((None, n) for n in range(6)), (0, 2), (2, 0), (1, 1)],
+)
+def test_a_frozen_tower_runs_once_and_gradients_are_those_of_the_whole_batch(image, text, resident):
+    """Of groups: embeddings, three blocks (the last with its norm), projection; the first block is counted."""
+    model = locked(image, text, 0.25 if image is None else 0.0)
+    calls = {"image": 0, "text": 0}
+    for side, owner in (("image", model.visual), ("text", model)):
+        block = owner.transformer.resblocks[0]
+        block.register_forward_hook(lambda *_, side=side: calls.__setitem__(side, calls[side] + 1))
+
+    batches, seeds = micro_batches(), list(range(len(SIZES)))
+    output, cached = cached_gradients(model, AsTheTrainers(batches, model.frozen), seeds, resident=resident)
+    twice = 2 * len(SIZES) - resident
+    assert calls == {"image": len(SIZES) if image == 0 else twice, "text": len(SIZES) if text == 0 else twice}
+    loss, trained = whole_batch_gradients(model, batches, seeds)
+    assert float(output.loss) == pytest.approx(loss.item(), rel=1e-6)
+    assert set(cached) == set(trained) == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name in trained:
+        assert float((cached[name] - trained[name]).norm()) <= 1e-5 * float(trained[name].norm()), name
+
+
+@pytest.mark.parametrize(("unlocked", "in_eval"), [(0, True), (1, True), (4, True), (5, False)])
+def test_the_image_tower_is_in_eval_mode_while_its_embeddings_are_frozen(unlocked, in_eval):
+    model = locked(unlocked, None, 0.5)
+    assert model.visual.training != in_eval and model.training
+    images = micro_batches()[1][0]
+    assert torch.equal(model(images)["image_features"], model(images)["image_features"]) == in_eval

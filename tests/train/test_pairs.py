@@ -43,6 +43,7 @@ def fit(rank, world_size, config: TrainConfig):
     return None if rank else read_metrics(trainer.run.metrics, "train")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, case):
     curves = []
