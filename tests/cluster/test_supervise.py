@@ -19,7 +19,7 @@ def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):
     with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert "restart in 300 s" in process.stderr.readline()
         process.terminate()
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
     assert process.returncode == 143 and "stopped" in said
     assert (tmp_path / "starts").read_text() == "\n"
 
@@ -33,7 +33,7 @@ def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
     with subprocess.Popen(program, cwd=ROOT, env=environment, **pipes) as process:
         assert process.stdout.readline() == "begun\n"
         process.terminate()
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
     assert process.returncode == 143 and "stopped" in said
 
 

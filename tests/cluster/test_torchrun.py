@@ -31,7 +31,7 @@ def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
     program = tmp_path / "program.py"
     program.write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep({60 if code else 0})\n")
     command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "2", "--", program]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == code, ended.stderr
     assert (f"exitcode  : {'-9' if code == 137 else code}" in ended.stderr) == bool(code), ended.stderr
 
@@ -50,9 +50,9 @@ def test_torchrun_that_is_signalled_to_end_forwards_it_to_its_ranks_and_has_the_
     )
     command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "1", "--", program]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        wait_until(started.exists, 60, "its rank did not start", process)
+        wait_until(started.exists, 300, "its rank did not start", process)
         process.send_signal(number)
-        assert process.wait(60) == 128 + number and printed.exists()
+        assert process.wait(300) == 128 + number and printed.exists()
 
 
 def test_without_a_gpu_torchrun_starts_one_rank(tmp_path):

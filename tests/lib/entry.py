@@ -57,7 +57,7 @@ def forked(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
     For tests that need no launcher and no process exit; but rank 0's end stops ranks that wait, as by a launcher. The
     ranks keep their process group. As daemons they cannot start processes, so use `--workers 0`.
     """
-    done = run_ranks(_main, ranks, arguments[1:], timeout=200)
+    done = run_ranks(_main, ranks, arguments[1:])
     codes, printed, errors = zip(*done)
     return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), "".join(printed), "".join(errors))
 

@@ -26,4 +26,4 @@ def run(script: str, *arguments, tmp_path, programs: dict[str, str], where=None,
         shutil.copytree(ROOT / "launch", tmp_path / "launch")
     environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(tmp_path)} | environment
     command = ["bash", str(tmp_path / "launch" / script), *map(str, arguments)]
-    return subprocess.run(command, cwd=where or tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=where or tmp_path, env=environment, capture_output=True, text=True, timeout=300)

@@ -33,7 +33,7 @@ _pools: dict[int, "_Pool"] = {}
 STARTING = 240.0  # seconds for the start and imports of the ranks, in addition to the timeout of the first call
 
 
-def run_ranks(function, world_size: int, *args, timeout: float = 120.0, **kwargs) -> list:
+def run_ranks(function, world_size: int, *args, timeout: float = 300.0, **kwargs) -> list:
     """Call function(rank, world_size, *args, **kwargs) on all ranks; return the results of ranks 0 to W-1.
 
     Raises:

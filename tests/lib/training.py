@@ -76,7 +76,7 @@ def fit(rank, world_size, config: TrainConfig, die_after: int | None = None, *, 
 
 def run_losses(world_size, *arguments, **options) -> list[float]:
     """Train with `fit` on `world_size` ranks; return the losses by step."""
-    losses = run_ranks(fit, world_size, *arguments, timeout=200, **options)[0]
+    losses = run_ranks(fit, world_size, *arguments, **options)[0]
     return [losses[step] for step in sorted(losses)]
 
 

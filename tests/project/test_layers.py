@@ -199,7 +199,7 @@ infcl.inf_cl_loss(features[0], features[1], torch.tensor(10.0)).backward()
 assert features.grad.isfinite().all()
 assert not {"numpy", "triton", "deepspeed", "torch._dynamo"} & set(sys.modules)  # each takes its time
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 
 

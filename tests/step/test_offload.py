@@ -149,7 +149,7 @@ def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
     losses = {}
     for name, gigabytes in (("all", "auto"), ("one", str(1.5 * one)), ("none", "0")):
         config = demo_config(demo_folder, tmp_path / name, pixel_cache_gb=gigabytes, **flags)
-        losses[name] = run_ranks(fit, 2, config, timeout=200)[0]
+        losses[name] = run_ranks(fit, 2, config)[0]
     assert len(losses["all"]) == 6
     assert losses["one"] == losses["all"] and losses["none"] == losses["all"]
 

@@ -130,9 +130,9 @@ def test_a_run_in_fp16_skips_until_the_loss_scale_has_come_down_and_resumes_with
         deepspeed_config=str(tmp_path / "p.json"), save_every_n_steps=2,
     )  # fmt: skip
     cut = dataclasses.replace(config, name="cut")
-    said = run_ranks(fit_in_fp16, 2, config, timeout=200)[0]
-    run_ranks(fit_in_fp16, 2, cut, 3, timeout=200)
-    printed = run_ranks(fit_in_fp16, 2, dataclasses.replace(cut, resume="latest"), timeout=200)[0]
+    said = run_ranks(fit_in_fp16, 2, config)[0]
+    run_ranks(fit_in_fp16, 2, cut, 3)
+    printed = run_ranks(fit_in_fp16, 2, dataclasses.replace(cut, resume="latest"))[0]
     assert "step_00000002 at step 2" in printed
     whole, resumed = (read_metrics(tmp_path / name / "metrics.jsonl", "train") for name in ("run", "cut"))
     compared = ("step", "loss", "loss_scale", "skipped_steps", "lr", "grad_norm", "samples_seen")

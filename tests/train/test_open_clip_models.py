@@ -154,7 +154,7 @@ def test_a_family_trains_under_zero_1_and_3_and_begins_as_open_clip_has_it(famil
             loss="siglip" if family == "siglip" else "inf_cl", batch_size=8, steps=4, warmup=1,
             deepspeed_config=f"ds_configs/zero{stage}.json", grad_checkpointing=stage == 3,
         )  # fmt: skip
-        losses, first, features = run_ranks(train, 2, config, timeout=200)[0]
+        losses, first, features = run_ranks(train, 2, config)[0]
         assert len(losses) == 4
         assert losses[0] == pytest.approx(first, abs=1e-5), f"{family}, ZeRO-{stage}"
         assert features < 1e-5
@@ -214,7 +214,7 @@ def test_running_statistics_follow_the_steps_that_are_applied(models, demo_folde
     """The step whose numbers are not finite leaves them, the next ones and a resumed run start from them."""
     flags = {"model": f"open_clip:{models / 'resnet.json'}", "batch_size": 8, "accum_freq": 2, "save_every_n_steps": 2}
     config = demo_config(demo_folder, tmp_path, steps=3, **flags)
-    ranks = run_ranks(fit_with_a_poisoned_step, 2, config, 2, timeout=200)
+    ranks = run_ranks(fit_with_a_poisoned_step, 2, config, 2)
     (first, _), (second, applied), (third, _) = ranks[0]
     assert not applied
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -225,7 +225,7 @@ def test_running_statistics_follow_the_steps_that_are_applied(models, demo_folde
     (tmp_path / "run" / "summary.json").unlink()
     for path in (tmp_path / "run" / "checkpoints").glob("step_00000003"):
         shutil.rmtree(path)
-    resumed = run_ranks(fit_with_a_poisoned_step, 2, dataclasses.replace(config, resume="latest"), 0, timeout=200)
+    resumed = run_ranks(fit_with_a_poisoned_step, 2, dataclasses.replace(config, resume="latest"), 0)
     assert all(torch.equal(resumed[0][0][0][name], value) for name, value in third.items())
 
 
@@ -259,7 +259,7 @@ def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(models, demo_f
         demo_folder, tmp_path, model="open_clip:resnet", pretrained="open_clip:mine", lock_image=True, steps=2,
         batch_size=8, deepspeed_config="ds_configs/zero3.json",
     )  # fmt: skip
-    run_ranks(fit_from_a_tag, 2, config, folder, timeout=200)
+    run_ranks(fit_from_a_tag, 2, config, folder)
     model, cfg = load_exported(tmp_path / "run" / "export")
     assert cfg.preprocess.mean == (0.4,) * 3 and cfg.preprocess.std == (0.3,) * 3
     for name, value in model.state_dict().items():
@@ -289,7 +289,7 @@ def test_running_statistics_move_once_per_step_with_checkpointing(demo_folder, t
         demo_folder, tmp_path, model=f"open_clip:{model}", batch_size=8, accum_freq=3, steps=1,
         deepspeed_config="ds_configs/zero3.json", grad_checkpointing=True,
     )  # fmt: skip
-    running, means, momentum, count = run_ranks(first_norm, 2, config, timeout=200)[0]
+    running, means, momentum, count = run_ranks(first_norm, 2, config)[0]
     assert len(means) == 6 and (momentum, count) == (0.1, 1)
     torch.testing.assert_close(running, 0.1 * means.mean(0), rtol=1e-5, atol=1e-7)
 

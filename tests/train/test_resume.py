@@ -60,9 +60,9 @@ def test_a_resumed_run_continues_bit_for_bit(name, models, demo_folder, tmp_path
     if "model" in flags:
         flags["model"] = flags["model"].format(folder=models)
     whole, stopped = (demo_config(demo_folder, tmp_path / place, **flags) for place in ("whole", "stopped"))
-    losses = run_ranks(fit_any, 2, whole, timeout=200)[0]
-    run_ranks(fit_any, 2, stopped, 7, timeout=200)
-    assert run_ranks(fit_any, 2, dataclasses.replace(stopped, resume="latest"), timeout=200)[0] == losses
+    losses = run_ranks(fit_any, 2, whole)[0]
+    run_ranks(fit_any, 2, stopped, 7)
+    assert run_ranks(fit_any, 2, dataclasses.replace(stopped, resume="latest"))[0] == losses
     averages = [consolidated_state_dict(tmp_path / place / "run", ema=True) for place in ("whole", "stopped")]
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
     assert ("batch norm" in name) == (sum("running_var" in name for name in averages[0]) > 5)
