@@ -65,7 +65,7 @@ docs: $(VENV)/.installed
 
 coverage: $(VENV)/.installed
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest -m 'not slow and $(ON_A_CPU)'
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

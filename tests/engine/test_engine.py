@@ -99,8 +99,8 @@ def make_steps(rank, world_size, case: Steps, path: str):
 @pytest.mark.first(12)
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: "-".join(map(str, case)))
 def test_three_steps_equal_those_of_one_float64_process(case, tmp_path):
-    """In 16 bits within their rounding: logits of +-90 carry the 2^-9 of bf16 activations into the loss, hence 2e-2,
-    and the 2^-11 of fp16 ones (seen: 2e-3 at most, of an update 5e-3)."""
+    """In half precision within its rounding: logits of +-90 carry the 2^-9 of bf16 activations into the loss, hence
+    2e-2, and the 2^-11 of fp16 ones (seen: 2e-3 at most, of an update 5e-3)."""
     path = fp16_preset(tmp_path, case.preset) if case.precision == "fp16" else ""
     (got, overlaps) = run_ranks(make_steps, case.ranks, case, path)[0]
     losses, norms, _, state, steps = got

@@ -1,4 +1,4 @@
-"""Usage errors: whatever the command, a mistake is one line that names it, and the exit code is 2."""
+"""Usage errors: whatever the command, an error is one line that names its cause, and the exit code is 2."""
 
 import importlib
 import re
@@ -63,7 +63,7 @@ def code_of(module: str, arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_mistake_is_one_line_with_exit_code_2(command, tmp_path, monkeypatch, capsys):
+def test_a_usage_error_is_one_line_with_exit_code_2(command, tmp_path, monkeypatch, capsys):
     """The trainer's own flags are in tests/config/test_config.py, its ranks in tests/train/test_entry.py."""
     for name in ("empty", "started"):
         (tmp_path / name).mkdir()
