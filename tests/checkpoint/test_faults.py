@@ -147,26 +147,6 @@ def test_sigusr1_in_the_first_second_of_a_start_is_kept_until_there_is_something
     assert "SIGUSR1 received at step 1; --resume latest continues from step_00000001" in output, output
 
 
-@pytest.mark.slow
-def test_sigterm_during_a_save_does_not_damage_it(demo_folder, tmp_path, uninterrupted):
-    fault = ["tests/lib/fault_run.py", "0", str(SAVE_EVERY), "save", str(int(signal.SIGTERM))]
-    code, output = finish(start(fault, flags(demo_folder, tmp_path)), 300)
-    assert code == 143, output
-    resume_and_compare(demo_folder, tmp_path, uninterrupted)
-
-
-@pytest.mark.long
-def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before(demo_folder, tmp_path, uninterrupted, ended_by):
-    shutil.copytree(ended_by(signal.SIGTERM)[0], tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "run" / "checkpoints" / "step_00000007"
-    with open(newest / "state_00001.safetensors", "r+b") as file:
-        file.seek(-3, os.SEEK_END)
-        file.write(b"\xff\xff")
-    output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
-    assert "step_00000007 is skipped: state_00001.safetensors has another checksum" in output
-    assert "at step 6" in output
-
-
 @pytest.mark.long
 def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uninterrupted):
     with small_disk(tmp_path / "small", 2) as logs:

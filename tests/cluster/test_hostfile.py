@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl.cluster.hostfile import check_counts, choose_alive, dividing_counts, main, read_hostfile
+from infcl.cluster.hostfile import choose_alive, main, read_hostfile
 
 
 def written(tmp_path, text):
@@ -37,12 +37,6 @@ def test_an_invalid_line_is_reported_with_its_number(tmp_path, text, message, ca
     assert capsys.readouterr().err.startswith("hostfile: ")
 
 
-def test_a_missing_hostfile_is_a_usage_error_and_a_valid_one_prints_nothing(tmp_path, capsys):
-    assert main(["check", str(tmp_path / "none")]) == 2
-    assert main(["check", str(written(tmp_path, "a slots=1\n"))]) == 0
-    assert capsys.readouterr().out == ""
-
-
 HOSTS = {"a": 8, "b": 8, "c": 8, "d": 8}
 
 
@@ -71,31 +65,8 @@ def test_too_few_hosts_are_rejected_with_their_names(alive, minimum):
         choose_alive(HOSTS, alive, min_hosts=minimum, global_batch_size=4096)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "batch", "counts"),
-    [({"a": 8, "b": 8, "c": 4}, 16, [1, 2]), ({"a": 3, "b": 5}, 24, [1, 2]), (UNEQUAL, 4096, [])],
-)
-def test_counts_of_hosts_with_different_slots(hosts, batch, counts):
-    assert dividing_counts(hosts, batch) == counts
-
-
-@pytest.mark.parametrize(("minimum", "batch", "counts"), [(3, 49152, "1, 2, 3, 4"), (4, 32768, "1, 2, 4")])
-def test_the_counts_that_a_run_can_continue_with_are_described(minimum, batch, counts):
-    """The minimum may be all hosts."""
-    text = f"a batch of {batch} is divided by the ranks of {counts} of 4 hosts"
-    assert check_counts(HOSTS, min_hosts=minimum, global_batch_size=batch) == text
-
-
 @pytest.mark.parametrize(("minimum", "batch"), [(3, 32768), (5, 49152), (0, 49152), (1, 7)])
 def test_a_minimum_that_a_lost_host_would_miss_is_rejected(tmp_path, minimum, batch, capsys):
     path = written(tmp_path, "".join(f"{host} slots={slots}\n" for host, slots in HOSTS.items()))
     assert main(["counts", str(path), "--min-hosts", str(minimum), "--global-batch-size", str(batch)]) == 2
     assert f"--min-hosts {minimum}" in capsys.readouterr().err
-
-
-def test_without_a_batch_any_number_of_hosts_from_the_minimum_on_is_accepted(tmp_path, capsys):
-    path = written(tmp_path, "a slots=8\nb slots=8\n")
-    assert main(["counts", str(path), "--min-hosts", "2"]) == 0
-    assert capsys.readouterr().out == "at least 2 of 2 hosts\n"
-    assert main(["counts", str(path), "--min-hosts", "3"]) == 2
-    assert "--min-hosts 3 must be in [1, 2], the hosts of the file" in capsys.readouterr().err
