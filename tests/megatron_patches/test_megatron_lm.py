@@ -178,6 +178,20 @@ def test_gradients_are_those_of_the_global_loss(size, copies, shared, config):
             assert events == ["first micro-batch", *first_pass, *["forward"] * cached, "finish"]
 
 
+def finalised_with(rank, world_size, **given):
+    """What the function of the model's config that finalises gradients is called with, in addition to the model."""
+    with mock.patch("megatron.core.distributed.finalize_model_grads") as finalise:
+        train_step(rank, world_size, 1, True, **given)
+    (call,) = finalise.call_args_list
+    return call.args[1:], call.kwargs
+
+
+@pytest.mark.parametrize("given", [{"pg_collection": "groups"}, {"force_all_reduce": True}, {}])
+def test_gradients_are_finalised_over_the_groups_that_megatrons_loop_names(given):
+    """As Megatron's own schedule hands them on."""
+    assert run_ranks(finalised_with, 1, **given) == [((None,), given)]
+
+
 def test_an_evaluation_step_takes_one_loss_without_gradients():
     loss, gradients, events = run_ranks(train_step, 2, 1, True, forward_only=True)[0]
     assert loss == pytest.approx(reference(2, True)[0], rel=1e-5) and not any(one.any() for one in gradients.values())

@@ -175,6 +175,14 @@ def test_evaluations_left_are_those_that_the_loop_runs(steps_per_epoch, total, e
         assert Trainer._evaluations_left(trainer, step) == {"retrieval": sum(run >= step for run in runs)}
 
 
+def test_a_closed_output_takes_nothing_and_raises_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # as in a process that was started without it
+    console = Console(5, 1)
+    console.step(1, VALUES)
+    console.say("a message")
+    console.close()
+
+
 def test_in_a_terminal_there_is_a_bar_that_brackets_in_messages_do_not_disturb(capsys):
     console = Console(5, 2, terminal=True)
     console.step(1, VALUES)
