@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -113,6 +114,15 @@ def _process_groups_end_with_their_test(request):
     if dist.is_initialized() and not before and not request.node.get_closest_marker("gpu"):
         dist.destroy_process_group()
         pytest.fail("this test left a process group behind: run_ranks has processes with one")
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_handled_as_before():
+    """A program that a test runs in this process may set handlers; processes that later tests fork would have them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
