@@ -93,6 +93,7 @@ def resume_and_compare(demo_folder, logs, uninterrupted):
     return output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "phase",
     ["replay", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "encode", "loss", "ring", "step", "save"))],

@@ -47,7 +47,7 @@ def toy_steps(rank, world_size, preset, opt):
         return engine_steps(rank, world_size, preset, opt=opt)
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("opt", PEERS)
 @pytest.mark.parametrize(
     ("preset", "world_size"), [("zero0", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("zero3_offload", 2)]
@@ -99,7 +99,7 @@ def peer_steps(shape):
     return whole.detach()
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_adafactor_factors_whole_matrices_whatever_slices_ranks_own(shape, world_size):

@@ -220,6 +220,7 @@ def check_all() -> None:
         print(name)
 
 
+@pytest.mark.long
 def test_the_kernels_in_tritons_interpreter():
     """Results and gradients are float64's, towers compute with the kernels what they do with torch's, torch knows
     the operators what they do, and compiled blocks have one graph for any number of packed captions."""

@@ -21,6 +21,7 @@ def model():
     return CLIP(dataclasses.replace(load_model_config("demo"), vision_cfg=PATCHES_OF_14))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_compiled_embedding_has_the_features_and_gradients_of_eager_torch(model, backend, monkeypatch):
     """aot_eager: graphs, each run by eager kernels; compiling C++ for them takes most of a minute."""

@@ -80,6 +80,7 @@ def test_all_built_in_configs_but_those_with_a_decoder_build_and_encode(tmp_path
         Path(folder).write_text("model,result,why\n" + "\n".join(rows) + "\n")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "convnext_tiny", "ViT-B-16-SigLIP2"])
 def test_a_built_in_config_builds_without_memory(name):
     build_and_encode(name)

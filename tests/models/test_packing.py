@@ -134,6 +134,7 @@ def test_texts_that_are_too_long_are_rejected():
         texts_for_model(EOS, pack=True)(torch.ones(4, 14, dtype=torch.int64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_serves_any_number_of_rows(backend, monkeypatch):
     """aot_eager: graphs, each run by eager kernels; compiling C++ for them takes most of a minute."""

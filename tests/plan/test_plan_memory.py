@@ -297,6 +297,7 @@ def saved_by_a_forward(cfg, micro_batch_size: int, dtype: torch.dtype, checkpoin
     return saved_bytes(model, lambda: model(images, texts))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_a_whole_graph_is_what_autograd_keeps(precision, dtype, checkpointing):

@@ -24,6 +24,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_the_site_loads_nothing_from_elsewhere(site):
     page = (site / "reference" / "flags.html").read_text()
     assert "--batch-size" in page and 'src="http' not in page and 'rel="stylesheet" href="http' not in page

@@ -23,6 +23,7 @@ from tests.lib.training import demo_config, fit, new_trainer, rejection, run_los
 FIRST = 12  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("captions", ["on", "off"])
 def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path, captions):
     losses = run_losses(1, demo_config(demo_folder, tmp_path, pack_captions=captions))
@@ -83,7 +84,7 @@ def test_a_run_with_siglips_bias_continues_with_clips_loss(demo_folder, tmp_path
     assert "init_logit_bias" not in json.loads((tmp_path / "second" / "model_config.json").read_text())
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("unlocked", "presets"), [(0, ["zero0", "zero3"]), (1, ["zero1"]), (2, ["zero0", "zero3"])])
 def test_a_locked_tower_trains_the_same_way_in_every_stage_and_resumes_in_another(
     demo_folder, tmp_path, unlocked, presets
