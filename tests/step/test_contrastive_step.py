@@ -174,7 +174,7 @@ def train(rank: int, world_size: int, wrapper: str, name: str, cached_activation
 WRAPPERS = ("plain", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
 DEFAULT = [(wrapper, 2, "inf_cl", 1) for wrapper in WRAPPERS]
 DEFAULT += [
-    ("ddp", 1, "siglip", 9),
+    ("ddp", 2, "siglip", 9),
     ("fsdp2", 2, "siglip", 2),
     ("fsdp2", 3, "info_nce", 2),
     ("zero3", 3, "info_nce", 9),
@@ -184,7 +184,7 @@ KINDS = (("inf_cl", 1), ("siglip", 2), ("info_nce", 9))
 MATRIX = [(wrapper, world_size, *kind) for wrapper in WRAPPERS for world_size in (1, 2, 3, 4) for kind in KINDS]
 
 
-@pytest.mark.first(7)
+@pytest.mark.first(8)
 @pytest.mark.parametrize(
     ("wrapper", "world_size", "name", "cached_activations"),
     [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MATRIX if case not in DEFAULT)],
