@@ -320,10 +320,10 @@ def test_names_that_are_long_or_odd_cost_no_time(tmp_path):
     names = ["/" * 60_000 + "x.png", "a/.png", ".png", "a.b/c", "caf\udce9/\udcff.png", "line\nbreak.png", "A.PNG"]
     members = [member for name in names for member in [(name, b"image"), (name[:-3] + "txt", b"text")]]
     path = write_tar(tmp_path / "x.tar", members, tarfile.GNU_FORMAT)
-    started = time.monotonic()
+    started = time.process_time()
     assert scan_shard(str(path), KEYS)[0].samples == 4
     assert len(list(stream_records([str(path)], KEYS, lambda *failure: None))) >= 3
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_a_shard_that_breaks_off_lends_no_image_to_the_next_one(tmp_path):

@@ -59,6 +59,7 @@ for case, mode in itertools.product(IDS, ("mask", "positive")):
     CASES.append(case._replace(name="info_nce", duplicates=mode, kind="random", **sizes))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "world_size, options",
     [(1, {}), (2, {}), (3, {}), (4, {}), (4, {"ring": "two-level", "ranks_per_node": 2})],
@@ -80,6 +81,7 @@ def test_losses_equal_their_dense_float64_definition(world_size, options):
             assert error < bound, (case, field, error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes, ranks_per_node", [(2, 4), (4, 2), (4, 8)])
 def test_losses_of_many_ranks_equal_them_over_two_level_rings(nodes, ranks_per_node):
     """With 32 ranks as on four nodes of eight GPUs."""
@@ -92,6 +94,7 @@ def test_losses_of_many_ranks_equal_them_over_two_level_rings(nodes, ranks_per_n
                     assert relative_error(value, expected, floor=1e-3) < 1e-5, (case, options, field)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("dtype", [FLOAT64, torch.float32, torch.bfloat16])
 def test_adversarial_features_stay_exact_and_finite(world_size, dtype):
