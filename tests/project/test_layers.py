@@ -68,7 +68,7 @@ STORED_FUNCTIONS = {
     ("infcl/models/attention.py", "model.caption_positions"),  # our own towers
     ("infcl/step/zero.py", "setattr(owner, name)"),  # Patch.apply
     ("infcl/train/compile.py", "block.run"),  # our own block
-    ("infcl/train/finite.py", "module.on_input_gradient"),  # our own towers
+    ("infcl/train/finite.py", "blocks.on_input_gradient"),  # our own towers
     ("megatron_patches/patches.py", "setattr(importlib.import_module(path), name)"),  # patch
     ("megatron_patches/towers.py", "setattr(owner, name)"),  # a parameter
     ("megatron_patches/towers.py", "setattr(part, ATTRIBUTE)"),  # a mark
