@@ -91,7 +91,7 @@ class PlanSampler:
         return self.share.positions(self.epoch, self.step, self.steps_per_epoch, self.again)
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        chunk = chunk_size(self.share.global_batch_size)
+        chunk = chunk_size(self.share.batch.global_batch_size)
         for epoch, micro_batches in groupby(self.positions(), key=itemgetter(0)):
             plan = EpochPlan(self.counts, chunk=chunk, seed=self.seed, epoch=epoch, factors=self.factors)
             for _, first in micro_batches:
@@ -116,7 +116,7 @@ class IndexedSource(Source):
             raise ValueError(f"{self.num_samples} samples per epoch were requested (--train-num-samples), but {where}")
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
         self.sha256, self.board = collection.sha256, WorkerBoard(data.workers, collection.name_of)
-        self._micro_batches_per_step = share.num_micro_batches
+        self._micro_batches_per_step = share.batch.num_micro_batches
         self._sampler = PlanSampler(collection, share, self.steps_per_epoch, decoder.seed)
         self._dataset = IndexedDataset(collection, decoder, self.board)
         self._loader = make_dataloader(

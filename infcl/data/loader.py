@@ -1,6 +1,6 @@
 """Loaders: the training loop iterates over them. Their state is {epoch, step}.
 
-    share = Share(micro_batch_size=256, num_micro_batches=4, rank=r, world_size=w)
+    share = Share(BatchPlan(w, num_micro_batches=4, micro_batch_size=256), rank=r)
     loader = TrainLoader(DataConfig(urls), tokenizer, share, image_size=224, seed=0)
     loader.set_position(*divmod(global_step, loader.steps_per_epoch))
     for micro_batches in loader:      # a list of M dicts per step, until the epoch ends
@@ -66,7 +66,7 @@ class StepLoader:
         self._source, self._share, self._max_bad_fraction = source, share, max_bad_fraction
         self._fingerprint = {
             "seed": seed,
-            "global_batch_size": share.global_batch_size,
+            "global_batch_size": share.batch.global_batch_size,
             "manifest_sha256": source.sha256,
             "tokenizer_sha256": tokenizer_sha256,
         }
@@ -74,7 +74,7 @@ class StepLoader:
         self._examples: dict[str, str] = {}
         self._by_shard: Counter[tuple[str, str]] = Counter()  # (shard, cause)
         self._next_warning: dict[str, float] = {}
-        self._window = min(_WINDOW, self.steps_per_epoch * share.num_micro_batches * share.rows)
+        self._window = min(_WINDOW, self.steps_per_epoch * share.batch.num_micro_batches * share.rows)
         self._window_good, self._window_bad = 0, 0
         self.too_many_bad: TooManyBadSamples | None = None  # raised after all micro-batches of the step are consumed
         self._epoch, self._step = 0, 0
@@ -120,9 +120,9 @@ class StepLoader:
         self._ahead = (self._epoch, self._step, again), source
 
     def _one_step(self, source: Iterator[tuple[MicroBatch, ReadLog]], again: range) -> Iterator[MicroBatch]:
-        for index in range(self._share.num_micro_batches + len(again)):
+        for index in range(self._share.batch.num_micro_batches + len(again)):
             batch, log = next(source)
-            if index < self._share.num_micro_batches:
+            if index < self._share.batch.num_micro_batches:
                 try:
                     self._account(batch, log)
                 except TooManyBadSamples as end:

@@ -18,6 +18,8 @@ from itertools import count
 
 import numpy as np
 
+from infcl.config import BatchPlan
+
 _SUBSET_STREAM = 1 << 32  # of `draw`: selects the fraction of a source that is repeated in an epoch
 
 
@@ -28,27 +30,24 @@ class Share:
     With tensor parallelism, `parts` processes form one such rank. Each reads m / parts samples of every micro-batch.
 
     Args:
-        micro_batch_size: m, samples per micro-batch and rank.
-        num_micro_batches: M, micro-batches per step and rank.
-        rank, world_size: the data-parallel rank, and the number of ranks.
+        batch: batch sizes of a step.
+        rank: the data-parallel rank.
         part, parts: index of this process in its rank, and the number of processes per rank.
     """
 
-    micro_batch_size: int
-    num_micro_batches: int
+    batch: BatchPlan
     rank: int
-    world_size: int
     part: int = 0
     parts: int = 1
 
     def __post_init__(self):
-        assert min(self.micro_batch_size, self.num_micro_batches) > 0 and self.micro_batch_size % self.parts == 0, self
-        assert 0 <= self.rank < self.world_size and 0 <= self.part < self.parts, self
+        assert self.batch.rank_batch_size > 0 and self.batch.micro_batch_size % self.parts == 0, self
+        assert 0 <= self.rank < self.batch.dp_size and 0 <= self.part < self.parts, self
 
     @property
     def rows(self) -> int:
         """Number of samples that this process reads per micro-batch."""
-        return self.micro_batch_size // self.parts
+        return self.batch.micro_batch_size // self.parts
 
     @property
     def reader(self) -> int:
@@ -58,21 +57,18 @@ class Share:
     @property
     def readers(self) -> int:
         """Number of processes that read, over all ranks."""
-        return self.world_size * self.parts
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.world_size * self.num_micro_batches * self.micro_batch_size
+        return self.batch.dp_size * self.parts
 
     def steps_per_epoch(self, num_samples: int, where: str) -> int:
         """Return the number of full global batches per epoch. Raises ValueError (with `where`) if it is 0."""
-        if num_samples < self.global_batch_size:
-            sizes = f"{self.world_size} x {self.num_micro_batches} x {self.micro_batch_size}"
+        batch, size = self.batch, self.batch.global_batch_size
+        if num_samples < size:
+            sizes = f"{batch.dp_size} x {batch.num_micro_batches} x {batch.micro_batch_size}"
             raise ValueError(
-                f"{where}, fewer than one global batch of {self.global_batch_size} (data-parallel ranks x "
+                f"{where}, fewer than one global batch of {size} (data-parallel ranks x "
                 f"micro-batches x samples: {sizes}): use a smaller batch or more data"
             )
-        return num_samples // self.global_batch_size
+        return num_samples // size
 
     def positions(
         self, epoch: int, step: int, steps_per_epoch: int, again: range = range(0)
@@ -83,9 +79,9 @@ class Share:
         """
         for number in count(epoch * steps_per_epoch + step):
             epoch, step = divmod(number, steps_per_epoch)
-            first = (step * self.world_size + self.rank) * self.num_micro_batches  # counted in micro-batches
-            for index in (*range(self.num_micro_batches), *again):
-                yield epoch, (first + index) * self.micro_batch_size + self.part * self.rows
+            first = step * self.batch.global_batch_size + self.rank * self.batch.rank_batch_size
+            for index in (*range(self.batch.num_micro_batches), *again):
+                yield epoch, first + index * self.batch.micro_batch_size + self.part * self.rows
 
 
 def chunk_size(global_batch_size: int) -> int:

@@ -173,7 +173,7 @@ class StreamingSource(Source):
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
         assert not again, "a stream is read once"
         while True:
-            left = (self.steps_per_epoch - step) * self._share.num_micro_batches
+            left = (self.steps_per_epoch - step) * self._share.batch.num_micro_batches
             yield from islice(self._passes(epoch, step / self.steps_per_epoch), left)
             epoch, step = epoch + 1, 0
 

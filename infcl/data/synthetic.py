@@ -64,7 +64,7 @@ class SyntheticSource(Source):
     def pool(self) -> list[MicroBatch]:
         first = int(draw(self.seed, 0, self.share.rank, stream=0, count=1)[0] >> 1)
         generator = torch.Generator().manual_seed(first)
-        m, pool = self.share.micro_batch_size, []
+        m, pool = self.share.batch.micro_batch_size, []
         for _ in range(self.pool_size):
             shape = (m, 3, self.image_size, self.image_size)
             images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)

@@ -211,15 +211,8 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
     Raises:
         ValueError: on every rank, if the data cannot be used or differs between ranks.
     """
-    config, batch, model_config = inputs.spec.flags, inputs.spec.batch, inputs.model_config
-    share = Share(
-        batch.micro_batch_size,
-        batch.num_micro_batches,
-        rank=parallel.dp_rank,
-        world_size=parallel.dp_size,
-        part=parallel.tp_rank,
-        parts=parallel.tp_size,
-    )
+    config, model_config = inputs.spec.flags, inputs.model_config
+    share = Share(inputs.spec.batch, parallel.dp_rank, part=parallel.tp_rank, parts=parallel.tp_size)
     image_size = model_config.vision_cfg.image_size
     if config.dataset_type == "synthetic":
         assert config.train_num_samples is not None, "checked with the flags"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infcl.config import BatchPlan
 from infcl.data.captions import decode_captions
 from infcl.data.config import DataConfig
 from infcl.data.evaluation import EvalConfig
@@ -66,7 +67,7 @@ def test_training_evaluation_and_tokenizer_use_the_same_captions_of_a_text_of_se
     else:
         write_tar(data, [("0.png", encode(picture(0))), ("0.txt", text.encode())])
     training = DataConfig(str(data), dataset_type="csv" if kind == "csv" else "webdataset")
-    share = Share(micro_batch_size=1, num_micro_batches=1, rank=0, world_size=1)
+    share = Share(BatchPlan(1, 1, 1), rank=0)
     assert list(captions_of(_collection(training, share), 9)) == [text]
     for captions, wanted in (("one", [text]), ("lines", text.splitlines())):
         texts = SampleTexts(lines=captions == "lines")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.data import JITTER, write_images
+from infcl.config import BatchPlan
 from infcl.data.config import DataConfig
 from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
@@ -21,7 +22,7 @@ def test_workers_do_not_grow_over_twenty_epochs(tmp_path: Path):
     loader = TrainLoader(
         DataConfig(f"{tmp_path}/shards", workers=2, aug=JITTER),
         Tokenizer(tmp_path / "x.model", 64),
-        Share(32, 1, rank=0, world_size=1),
+        Share(BatchPlan(1, 1, 32), rank=0),
         image_size=96,
         seed=0,
     )

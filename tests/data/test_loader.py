@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from infcl.config import BatchPlan
 from infcl.data.loader import StepLoader, TooManyBadSamples
 from infcl.data.plan import EpochPlan, Share
 from infcl.data.records import ShardReader
@@ -311,7 +312,7 @@ def test_truncated_captions_are_noted(shards, tokenizer):
 
 def test_synthetic_data_has_the_same_interface(shards, tokenizer):
     def synthetic(rank: int, seed: int = 0) -> StepLoader:
-        share, sizes = Share(3, 2, rank=rank, world_size=2), {"image_size": 16, "context_length": 12, "vocab_size": 40}
+        share, sizes = Share(BatchPlan(2, 2, 3), rank), {"image_size": 16, "context_length": 12, "vocab_size": 40}
         return StepLoader(SyntheticSource(share, seed=seed, num_samples=50, **sizes), share, seed=seed)
 
     loader = synthetic(0)

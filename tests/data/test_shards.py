@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infcl.config import BatchPlan
 from infcl.data.index import SampleKeys, ensure_index, scan_shard
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw
 from infcl.data.records import ShardReader
@@ -287,13 +288,14 @@ def test_parts_of_a_micro_batch_put_together_are_what_one_process_reads():
     def positions(share: Share) -> list[int]:
         return [first for _, first in islice(share.positions(0, 1, 2, range(1, 3)), 20)]
 
+    batch = BatchPlan(2, 3, 12)
     for rank in range(2):
-        whole = [p + i for p in positions(Share(12, 3, rank, 2)) for i in range(12)]
+        whole = [p + i for p in positions(Share(batch, rank)) for i in range(12)]
         for parts in (2, 3, 4):
-            shares = [Share(12, 3, rank, 2, part, parts) for part in range(parts)]
+            shares = [Share(batch, rank, part, parts) for part in range(parts)]
             rows = zip(*map(positions, shares))
             assert [p + i for starts in rows for p in starts for i in range(12 // parts)] == whole
-    assert sorted(Share(12, 3, rank, 2, part, 3).reader for rank in (0, 1) for part in range(3)) == list(range(6))
+    assert sorted(Share(batch, rank, part, 3).reader for rank in (0, 1) for part in range(3)) == list(range(6))
 
 
 def test_chunks_leave_512_of_them_in_a_batch():

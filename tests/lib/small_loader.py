@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from infcl.config import BatchPlan
 from infcl.data.config import DataConfig
 from infcl.data.evaluation import EvalConfig, eval_source
 from infcl.data.loader import TrainLoader
@@ -11,12 +12,12 @@ from infcl.data.plan import Share
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 
-_SHARE = {"micro_batch_size": 1, "num_micro_batches": 1, "rank": 0, "world_size": 1, "part": 0, "parts": 1}
-
 
 def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed: int = 0, **options) -> TrainLoader:
-    """Make a loader; options are fields of DataConfig and of Share."""
-    share = Share(**{name: options.pop(name, value) for name, value in _SHARE.items()})
+    """Make a loader; options are fields of DataConfig, BatchPlan and Share."""
+    sizes = [options.pop(name, 1) for name in ("world_size", "num_micro_batches", "micro_batch_size")]
+    where = {name: options.pop(name) for name in ("part", "parts") if name in options}
+    share = Share(BatchPlan(*sizes), options.pop("rank", 0), **where)
     data = DataConfig(urls, **{"workers": 0, **options})
     return TrainLoader(data, tokenizer, share, image_size=image_size, seed=seed)
 
