@@ -36,7 +36,6 @@ from benchmarks.step import command, config_of, shared_folder, trained
 from infcl.config.precision import PRECISIONS
 from infcl.loss.contrastive import LOSSES
 from infcl.models.config import load_model_config
-from infcl.models.packing import num_texts
 from infcl.parallel import destroy_parallel, init_parallel
 from infcl.plan.fit import largest_batch
 from infcl.plan.memory import memory_of
@@ -249,7 +248,8 @@ class AbridgedTrainer(Trainer):
         return index < self.real or index >= cached - self.real
 
     def _stand_in(self, micro_batch: dict) -> dict[str, torch.Tensor]:
-        device, shape = self.parallel.device, (num_texts(micro_batch), self.model_config.embed_dim)
+        device = self.parallel.device
+        shape = (len(micro_batch.get("text_ends", micro_batch["texts"])), self.model_config.embed_dim)
         features = {
             name: F.normalize(torch.randn(shape, device=device), dim=1) for name in ("image_features", "text_features")
         }

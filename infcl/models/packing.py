@@ -147,11 +147,6 @@ def _positions(marks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return column - torch.where(begins, column, 0).cummax(1).values
 
 
-def num_texts(texts: Texts) -> int:
-    """Return m, the number of captions."""
-    return len(texts.get("text_ends", texts["texts"]))
-
-
 def longest(cfg: TextConfig | TextInput, size: int) -> torch.Tensor:
     """Return captions of full length, int64 [size, L]."""
     texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
