@@ -93,8 +93,7 @@ class Engine:
         reduce_what_is_left(self.engine, compare_ranks=False)
         scaler = self._loss_scaler()
         self._settle_loss_scale = (lambda: None) if scaler is None else scale_between_steps(scaler)
-        if self.zero_stage > 0:
-            use_norm(self.engine.optimizer, lambda: self.norms[2] * self.loss_scale(), counts=parallel.tp_rank == 0)
+        use_norm(self.engine, lambda: self.norms[2] * self.loss_scale(), counts=parallel.tp_rank == 0)
         self.state = ZeroState(self.engine, self.zero_stage)
         if self.precision.half_parameters:  # DeepSpeed creates its FP32 weights from rounded parameters
             self.state.write_first_copy(exact)

@@ -44,6 +44,7 @@ _WHY_NORM = (
 NORM = Patch("ZeROOptimizer.scaled_global_norm", f"{SOURCE}/zero/stage_1_and_2.py#L2943", _WHY_NORM)
 NORM_OF_STAGE_3 = Patch("ZeROOptimizer._get_norm_groups", f"{SOURCE}/zero/stage3.py#L2573", _WHY_NORM)
 NORM_OF_BF16 = Patch("BF16_Optimizer.get_grads_for_norm", f"{SOURCE}/bf16_optimizer.py#L547", _WHY_NORM)
+NORM_OF_STAGE_0 = Patch("DeepSpeedEngine.clip_fp32_gradients", f"{SOURCE}/engine.py#L3502", _WHY_NORM)
 RELEASE = Patch(
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__release_param",
     f"{SOURCE}/zero/partitioned_param_coordinator.py#L624",
@@ -111,19 +112,26 @@ def _cached_function(function: Any) -> _lru_cache_wrapper:
     return function
 
 
-def use_norm(optimizer: Any, norm: Callable[[], torch.Tensor], *, counts: bool) -> None:
-    """Make a ZeRO optimizer clip by `norm`, and skip a step whose norm is not finite.
+def use_norm(engine: Any, norm: Callable[[], torch.Tensor], *, counts: bool) -> None:
+    """Make a DeepSpeedEngine clip by `norm`, and in stages 1 to 3 skip a step whose norm is not finite.
 
     Args:
-        optimizer: of stages 1 to 3, changed in place.
+        engine: changed in place.
         norm: returns the norm of all ranks' gradients times the loss scale, [] f32.
         counts: whether DeepSpeed counts this rank; it adds up the squares of tensor-parallel ranks.
     """
+    optimizer = engine.optimizer
+
+    def clip() -> None:
+        factor = (engine.gradient_clipping() / (norm() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([p.grad for p in engine.module.parameters() if p.grad is not None], factor)
 
     def gradients(get_gradients: Callable[..., Any], for_clipping: bool = False) -> Any:
         return get_gradients(for_clipping=True) if for_clipping else ([norm() * counts], {})
 
-    if is_stage_3(optimizer):
+    if not engine.zero_optimization():
+        NORM_OF_STAGE_0.apply(engine, lambda installed: clip)
+    elif is_stage_3(optimizer):
         NORM_OF_STAGE_3.apply(optimizer, lambda installed: lambda: [norm()])
     elif hasattr(optimizer, "get_grads_for_norm"):
         NORM_OF_BF16.wrap(optimizer, gradients)
