@@ -13,13 +13,15 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from infcl import RingOptions, info_nce_loss, nt_xent_loss
+from infcl import RingOptions, distillation_loss, inf_cl_loss, info_nce_loss, matryoshka, nt_xent_loss
 from infcl.loss.contrastive import LOSSES, TILED, ContrastiveLoss
 from infcl.loss.dense import dense_loss
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_MARGIN = 0.1
 
 OTHERS = {
     "clip_compiled": "the dense loss under torch.compile",
@@ -30,6 +32,12 @@ OTHERS = {
     "info_nce": "queries against twice as many documents; b queries",
     "nt_xent": "two views of b / 2 samples: a b x b matrix",
     "hard_negatives": "inf_cl with one hard-negative caption per image",
+    "inf_cl_margin": "inf_cl, negatives 0.1 above their match left out; and in dense PyTorch:",
+    "clip_margin": "margin, dense",
+    "siglip_margin": "siglip, negatives 0.1 above their match left out",
+    "matryoshka": "inf_cl at an eighth, a quarter, half and all of the dimensions",
+    "distillation": "KL to a teacher of as many dimensions; and in dense PyTorch:",
+    "clip_distillation": "distillation, dense",
     **{
         f"{loss}_{duplicates}": f"{loss} with image ids, five samples each, duplicates={duplicates!r}"
         for loss in TILED
@@ -37,7 +45,7 @@ OTHERS = {
     },
 }
 NAMES = (*LOSSES, *OTHERS)
-WITH_IDS = tuple(name for name in OTHERS if name.rpartition("_")[0] in TILED)
+WITH_IDS = tuple(name for name in OTHERS if name.rpartition("_")[2] in ("mask", "positive"))
 
 
 def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_loss: Path | None) -> Loss:
@@ -65,6 +73,22 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
         return lambda images, texts, scale, bias: ours(
             images, texts, scale, bias, ids=_image_ids(size * len(images), images.device).chunk(size)[rank]
         )
+    if name.endswith("_margin") and name != "clip_margin":
+        return ContrastiveLoss(name.removesuffix("_margin"), group=group, margin=_MARGIN, options=ring)
+    if name == "matryoshka":
+        whole = partial(inf_cl_loss, group=group, options=ring)
+        return lambda images, texts, scale, bias: matryoshka(whole, [images.shape[1] // n for n in (8, 4, 2, 1)])(
+            images, texts, scale
+        )
+    if name == "distillation":
+        return lambda images, texts, scale, bias: distillation_loss(
+            images, texts, scale, teacher_scale=50.0, group=group, options=ring,
+            **dict(zip(("teacher_image_features", "teacher_text_features"), _teacher(images))),
+        )  # fmt: skip
+    if name in ("clip_margin", "clip_distillation"):
+        if group is not None:
+            raise ValueError(f"{name} runs on one GPU")
+        return _dense_margin if name == "clip_margin" else _dense_distillation
     if name == "one_tile":
         return ContrastiveLoss("inf_cl", group=group, options=RingOptions(tile="torch", workspace_bytes=2**50))
     if name == "official":
@@ -93,6 +117,37 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
 
         return halves
     raise ValueError(f"unknown implementation '{name}'; one of {NAMES}")
+
+
+def _dense_margin(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    cosines, own = (images @ texts.T).float(), torch.arange(len(images), device=images.device)
+    limits = cosines.detach().diagonal() + _MARGIN
+    rows, columns = (cosines.masked_fill(cosines > limit, -torch.inf) * scale for limit in (limits[:, None], limits))
+    return (F.cross_entropy(rows, own) + F.cross_entropy(columns.T, own)) / 2
+
+
+def _dense_distillation(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    teacher_images, teacher_texts = _teacher(images)
+    logits, wanted = (images @ texts.T).float() * scale, (teacher_images @ teacher_texts.T).float() * 50.0
+    one, other = (
+        F.kl_div(a.log_softmax(1), b.log_softmax(1), reduction="batchmean", log_target=True)
+        for a, b in ((logits, wanted), (logits.T, wanted.T))
+    )
+    return (one + other) / 2
+
+
+@cache
+def _teacher_features(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(1)
+    first, second = (
+        F.normalize(torch.randn(rows, dim, device=device, generator=generator), dim=1).to(dtype) for _ in range(2)
+    )
+    return first, second
+
+
+def _teacher(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the features of a teacher for a student's batch."""
+    return _teacher_features(*images.shape, images.dtype, images.device)
 
 
 @cache

@@ -26,6 +26,7 @@ PUBLIC = {  # heading: (module, name)
         ("infcl/loss/contrastive.py", "SigLipLoss"),
         ("infcl/loss/info_nce.py", "info_nce_loss"),
         ("infcl/loss/nt_xent.py", "nt_xent_loss"),
+        ("infcl/loss/distillation.py", "distillation_loss"),
         ("infcl/loss/matryoshka.py", "matryoshka"),
     ),
     "Options of all losses": (("infcl/loss/inputs.py", "RingOptions"),),

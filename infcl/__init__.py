@@ -20,6 +20,7 @@ The library needs torch only. `contrastive_step`, `Encoders` and `split_batch` t
 """
 
 from infcl.loss.contrastive import InfCLLoss, SigLipLoss
+from infcl.loss.distillation import distillation_loss
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.info_nce import info_nce_loss
 from infcl.loss.inputs import RingOptions
@@ -36,6 +37,7 @@ __all__ = [
     "RingOptions",
     "SigLipLoss",
     "contrastive_step",
+    "distillation_loss",
     "inf_cl_loss",
     "info_nce_loss",
     "matryoshka",

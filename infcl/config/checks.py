@@ -14,6 +14,7 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "> 0": (lambda value: value > 0, "must be greater than 0"),
     ">= 0": (lambda value: value >= 0, "must not be negative"),
     "[0, 1)": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),
+    "[-2, 2]": (lambda value: -2 <= value <= 2, "must lie in [-2, 2]: it is a difference of two cosines"),
     "(0, 1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
 }  # of the fields' metadata
 PATHS = (
@@ -171,6 +172,11 @@ def _check_loss(config: TrainConfig) -> None:
         )
     if config.dataset_type == "synthetic" and (treatment != "negative" or config.texts_per_image > 1):
         raise ValueError("--dataset-type synthetic has no data for --duplicates, --negatives-key, --captions-per-image")
+    if config.false_negative_margin is not None and (config.loss not in ("inf_cl", "siglip") or count > 1):
+        raise ValueError(
+            f"--false-negative-margin {config.false_negative_margin:g} is for --loss inf_cl and siglip with one "
+            f"caption per image, not for {config.loss} with {count}"
+        )
     if config.matryoshka_weights and not config.matryoshka_widths:
         raise ValueError("--matryoshka-weights needs --matryoshka-widths")
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):

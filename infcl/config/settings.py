@@ -160,6 +160,11 @@ class TrainConfig:
         choices=("auto", "bf16", "fp16", "tf32", "fp32"),
     )
 
+    false_negative_margin: float | None = _loss(
+        None,
+        "leave out negatives whose cosine exceeds that of the row's or column's match by more than this [none]",
+        "[-2, 2]",
+    )
     matryoshka_widths: list = _loss(
         [],
         "train prefixes of the embeddings of these widths as embeddings too, ascending [none]",

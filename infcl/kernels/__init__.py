@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infcl.kernels import torch_tile
-from infcl.kernels.tile import Blocks, Gradients
+from infcl.kernels.tile import Blocks, Gradients, Teacher
 
 TILES = ("auto", "torch", "triton")
 TILE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     softmax_forward: Callable[[Blocks], tuple[Tensor, Tensor]]
     softmax_backward: Callable[[Blocks, Tensor, Tensor | None, Gradients], None]
     sigmoid_gradients: Callable[[Blocks, Tensor, Gradients], tuple[Tensor, Tensor]]
+    distill_gradients: Callable[[Blocks, Tensor, Tensor, Teacher, Gradients], Tensor]
     row_dots: Callable[[Tensor, Tensor], Tensor]
     products_of_sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -73,9 +74,9 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
             f"the features are on {features.device}, and kernels run on the current device, "
             f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first"
         )
-    from infcl.kernels.triton_backward import sigmoid_gradients, softmax_backward
+    from infcl.kernels.triton_backward import distill_gradients, sigmoid_gradients, softmax_backward
     from infcl.kernels.triton_forward import softmax_forward
     from infcl.kernels.triton_statistics import products_of_sums, row_dots
 
-    functions = softmax_forward, softmax_backward, sigmoid_gradients, row_dots, products_of_sums
+    functions = softmax_forward, softmax_backward, sigmoid_gradients, distill_gradients, row_dots, products_of_sums
     return Tile(operand_dtype, tf32, *functions)

@@ -28,6 +28,20 @@ class Groups(NamedTuple):
         return Groups(self.rows[rows], self.columns[columns], self.positive, weights)
 
 
+class Limits(NamedTuple):
+    """Largest cosine of an entry that counts for its row, and for its column; `rows @ columns.T` above it is left out.
+
+    Positives of groups are never left out. A sigmoid has one term for an entry, which either limit leaves out.
+    """
+
+    rows: Tensor  # f32 or wider [r]
+    columns: Tensor  # [c]
+
+    def part(self, rows: slice, columns: slice) -> "Limits":
+        """Return the limits of some rows and columns of the block pair."""
+        return Limits(self.rows[rows], self.columns[columns])
+
+
 class Blocks(NamedTuple):
     """A pair of feature blocks, and how a tile computes with it.
 
@@ -37,6 +51,7 @@ class Blocks(NamedTuple):
             loss/inf_cl).
         workspace_bytes: limit of temporary memory.
         groups: further entries that are not plain negatives: excluded, or positives.
+        limits: exclude the entries above them.
         tf32: multiply float32 features in tf32.
     """
 
@@ -46,7 +61,16 @@ class Blocks(NamedTuple):
     masked: bool
     workspace_bytes: int
     groups: Groups | None = None
+    limits: Limits | None = None
     tf32: bool = False
+
+
+class Teacher(NamedTuple):
+    """Another pair of feature blocks of the same samples, whose probabilities the softmax shall have."""
+
+    blocks: Blocks  # of another width
+    row_lse: Tensor  # f32 or wider [r], of the full batch
+    col_lse: Tensor  # [c]
 
 
 class Gradients(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infcl.kernels.tile import Blocks, Gradients, Groups
+from infcl.kernels.tile import Blocks, Gradients, Groups, Teacher
 
 SUMMED_DIMS = 256  # feature dimensions summed at a time, which bounds the float32 temporaries
 _ROWS = 16384  # rows per [rows, D] float32 temporary
@@ -31,21 +31,17 @@ _TEMPORARIES = 4  # maximum number of [chunk, chunk] tensors alive at once
 def softmax_forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Return the LSE of rows and columns, `logits.logsumexp(1)` and `logits.logsumexp(0)`, float32 or wider.
 
-    The entries of `groups` are excluded. Positives stay in the sums, so the caller passes no groups for them.
+    The entries of `groups` are excluded, except positives, which stay in the sums.
     """
-    rows, columns, scale = blocks[:3]
+    rows, columns = blocks[:2]
     row_lse = rows.new_full((len(rows),), -math.inf, dtype=_accumulator_like(rows))
     col_lse = rows.new_full((len(columns),), -math.inf, dtype=_accumulator_like(rows))
     for chunk in _chunks(blocks):
-        logits = chunk.row_features @ chunk.column_features.T * scale
-        if blocks.masked:
-            chunk.diagonal_of(logits).fill_(-math.inf)
-        if blocks.groups is not None:
-            logits.masked_fill_(chunk.sharing_an_id(blocks.groups), -math.inf)
+        for_rows, for_columns = chunk.counted(blocks, chunk.row_features @ chunk.column_features.T)
         part = row_lse[chunk.rows]
-        torch.logaddexp(part, logits.logsumexp(1), out=part)
+        torch.logaddexp(part, for_rows.logsumexp(1), out=part)
         part = col_lse[chunk.columns]
-        torch.logaddexp(part, logits.logsumexp(0), out=part)
+        torch.logaddexp(part, for_columns.logsumexp(0), out=part)
     return row_lse, col_lse
 
 
@@ -63,16 +59,45 @@ def softmax_backward(blocks: Blocks, row_lse: Tensor, col_lse: Tensor | None, gr
     """
     for chunk in _chunks(blocks):
         cosines = chunk.row_features @ chunk.column_features.T
-        logits = cosines * blocks.scale
-        d_logits = (logits - row_lse[chunk.rows, None]).clamp_(max=0).exp_()
+        for_rows, for_columns = chunk.counted(blocks, cosines)
+        d_logits = (for_rows - row_lse[chunk.rows, None]).clamp_(max=0).exp_()
         if col_lse is not None:
-            d_logits += (logits - col_lse[chunk.columns]).clamp_(max=0).exp_()
+            d_logits += (for_columns - col_lse[chunk.columns]).clamp_(max=0).exp_()
             d_logits *= 0.5
-        if blocks.groups is not None:
-            chunk.correct(d_logits, blocks.groups)
+        if blocks.groups is not None and blocks.groups.positive:
+            assert blocks.groups.weights is not None, "positives have weights"
+            d_logits -= blocks.groups.weights[chunk.rows, None] * chunk.sharing_an_id(blocks.groups)
         if blocks.masked:
             chunk.diagonal_of(d_logits).zero_()
         chunk.accumulate(d_logits, cosines, gradients)
+
+
+def distill_gradients(
+    blocks: Blocks, row_lse: Tensor, col_lse: Tensor, teacher: Teacher, gradients: Gradients
+) -> Tensor:
+    """Add to the gradients as softmax_backward does, with dS less the dS of the teacher, p.
+
+    Returns:
+        `(p * (teacher_logits - logits)).sum()`, 0-dim, float32 or wider.
+    """
+    divergence = torch.zeros_like(gradients.scale)
+    for chunk in _chunks(blocks):
+        cosines = chunk.row_features @ chunk.column_features.T
+        given = [
+            side.to(cosines.dtype) for side in (teacher.blocks.rows[chunk.rows], teacher.blocks.columns[chunk.columns])
+        ]
+        logits, wanted = cosines * blocks.scale, given[0] @ given[1].T * teacher.blocks.scale
+        d_logits = _mean_of_softmaxes(logits, row_lse[chunk.rows, None], col_lse[chunk.columns])
+        p = _mean_of_softmaxes(wanted, teacher.row_lse[chunk.rows, None], teacher.col_lse[chunk.columns])
+        divergence += wanted.sub_(logits).mul_(p).sum()
+        chunk.accumulate(d_logits.sub_(p), cosines, gradients)
+    return divergence
+
+
+def _mean_of_softmaxes(logits: Tensor, row_lse: Tensor, col_lse: Tensor) -> Tensor:
+    """Return `((logits - row_lse).exp() + (logits - col_lse).exp()) / 2`; no probability exceeds one."""
+    probabilities = (logits - row_lse).clamp_(max=0).exp_()
+    return probabilities.add_((logits - col_lse).clamp_(max=0).exp_()).mul_(0.5)
 
 
 def sigmoid_gradients(blocks: Blocks, bias: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
@@ -86,16 +111,17 @@ def sigmoid_gradients(blocks: Blocks, bias: Tensor, gradients: Gradients) -> tup
     slope, groups = torch.zeros_like(loss), blocks.groups
     for chunk in _chunks(blocks):
         cosines = chunk.row_features @ chunk.column_features.T
-        logits = cosines * blocks.scale + bias
-        if groups is not None:
-            same = chunk.sharing_an_id(groups)
-            logits = torch.where(same, -logits if groups.positive else -math.inf, logits)
-        if blocks.masked:
-            chunk.diagonal_of(logits).fill_(-math.inf)
+        logits = torch.minimum(*chunk.counted(blocks, cosines)).add_(bias)
+        signs = None
+        if groups is not None and groups.positive:
+            signs = 1 - 2 * chunk.sharing_an_id(groups).to(logits)
+            logits *= signs
+            if blocks.masked:  # the sign turned -inf
+                chunk.diagonal_of(logits).fill_(-math.inf)
         loss += F.softplus(logits, threshold=50).sum()
         d_logits = logits.sigmoid_()
-        if groups is not None:
-            d_logits = torch.where(same, -d_logits, d_logits)
+        if signs is not None:
+            d_logits *= signs
         slope += d_logits.sum()
         chunk.accumulate(d_logits, cosines, gradients)
     return loss, slope
@@ -145,14 +171,25 @@ class _Chunk(NamedTuple):
         """Return bool [height, width]: whether row and column share an id."""
         return groups.rows[self.rows, None] == groups.columns[self.columns]
 
-    def correct(self, d_logits: Tensor, groups: Groups) -> None:
-        """Set dS to 0 at the entries of `groups`, or subtract their weights if they are positives."""
-        same = self.sharing_an_id(groups)
-        if not groups.positive:
-            d_logits.masked_fill_(same, 0)
-            return
-        assert groups.weights is not None, "positives have weights"
-        d_logits -= groups.weights[self.rows, None] * same
+    def counted(self, blocks: Blocks, cosines: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits as they count for their rows and for their columns: -inf where they are left out.
+
+        Every objective that leaves out entries, or changes their weights (by adding the logarithm), is defined here and
+        for the kernels in triton_launch.counted. The two results may be one tensor.
+        """
+        logits = cosines * blocks.scale
+        if blocks.masked:
+            self.diagonal_of(logits).fill_(-math.inf)
+        groups, limits = blocks.groups, blocks.limits
+        if groups is not None and not groups.positive:
+            logits.masked_fill_(self.sharing_an_id(groups), -math.inf)
+        if limits is None:
+            return logits, logits
+        beyond = cosines > limits.rows[self.rows, None], cosines > limits.columns[self.columns]
+        if groups is not None and groups.positive:
+            negatives = ~self.sharing_an_id(groups)
+            beyond = beyond[0] & negatives, beyond[1] & negatives
+        return logits.masked_fill(beyond[0], -math.inf), logits.masked_fill(beyond[1], -math.inf)
 
     def accumulate(self, d_logits: Tensor, cosines: Tensor, gradients: Gradients) -> None:
         if gradients.rows is not None:
@@ -165,7 +202,8 @@ class _Chunk(NamedTuple):
 def _chunks(blocks: Blocks) -> Iterator[_Chunk]:
     rows, columns = blocks.rows, blocks.columns
     dtype = _accumulator_like(rows)
-    elements = max(1, blocks.workspace_bytes // (_TEMPORARIES * dtype.itemsize))
+    temporaries = _TEMPORARIES + (0 if blocks.limits is None else 3)
+    elements = max(1, blocks.workspace_bytes // (temporaries * dtype.itemsize))
     height = min(len(rows), math.isqrt(elements))
     width = min(len(columns), elements // height)
     for i in range(0, len(rows), height):

@@ -17,7 +17,7 @@ below 2^-46. Otherwise, or if the LSE are so large that the rounding of the logi
 exponentials. Only the GPU knows which case applies, so both kernels are launched and one returns at once. (Two branches
 in one kernel would share registers and slow the first one by 10%.)
 
-The sigmoid, and some uses of ids, need more registers: the epilogue then runs on two halves of the tile, to avoid
+The sigmoid, limits and some uses of ids need more registers: the epilogue then runs on two halves of the tile, to avoid
 spills.
 
 dS is in [0, 1] and about 1/B on average, which float16 cannot represent precisely for large batches B. For float16 dS
@@ -29,6 +29,7 @@ is stored times 2^15; this costs nothing and is exact.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import triton
@@ -36,13 +37,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infcl.kernels.tile import Blocks, Gradients, Groups
+from infcl.kernels.tile import Blocks, Gradients, Teacher
 from infcl.kernels.triton_exp2 import exp2, log2_1p, reciprocal, shared_exp2
 from infcl.kernels.triton_launch import (
     LOG2E,
     aligned,
     chunk_shape,
-    ids_of,
+    counted,
+    ids_and_limits,
     launch_options,
     multiprocessors,
     same_ids,
@@ -76,6 +78,15 @@ def sigmoid_gradients(blocks: Blocks, bias: Tensor, gradients: Gradients) -> tup
     return (sums[1] * math.log(2)).float(), sums[2].float()
 
 
+def distill_gradients(
+    blocks: Blocks, row_lse: Tensor, col_lse: Tensor, teacher: Teacher, gradients: Gradients
+) -> Tensor:
+    """Compute torch_tile.distill_gradients."""
+    sums = _accumulate(blocks, row_lse, col_lse, middle(row_lse, col_lse), gradients, teacher=teacher)
+    gradients.scale.add_(sums[0])
+    return (sums[1] * teacher.blocks.scale - sums[2] * blocks.scale).float()
+
+
 def _accumulate(
     blocks: Blocks,
     row_lse: Tensor | None,
@@ -83,72 +94,120 @@ def _accumulate(
     shift: Tensor,
     gradients: Gradients,
     count: int = 1,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """Compute dS and its matmuls chunk by chunk. With LSE: softmax, `shift` is their middle; else sigmoid with a bias.
 
+    The teacher's probabilities of a chunk are written in f32 first, so that dS is rounded once, as their difference.
+
     Returns:
-        f64 [3]: <dS, rows @ columns.T>; for the sigmoid also the sums of the losses and of dS.
+        f64 [3]: <dS, rows @ columns.T>; for the sigmoid also the sums of the losses and of dS; with a teacher also the
+        inner products of its probabilities with its own cosines and with the student's.
     """
-    rows, columns, scale, groups = blocks.rows, blocks.columns, blocks.scale, blocks.groups
+    rows, columns = blocks.rows, blocks.columns
     launch = launch_options(_LAUNCH, blocks)
-    row_operand, column_operand = aligned(rows), aligned(columns)
     gain = 2.0**15 if rows.dtype == torch.float16 else 1.0
-    elements, processors = blocks.workspace_bytes // rows.dtype.itemsize, multiprocessors(rows.device)
-    height, width = chunk_shape(len(rows), len(columns), rows.shape[1], elements, processors)
+    bytes_per_entry = rows.dtype.itemsize + (0 if teacher is None else 4)
+    processors = multiprocessors(rows.device)
+    height, width = chunk_shape(
+        len(rows), len(columns), rows.shape[1], blocks.workspace_bytes // bytes_per_entry, processors
+    )
     workspace = rows.new_empty(height, width)
-    halves = _in_halves(row_lse is None, groups)
     sums = rows.new_zeros(3, processors, dtype=torch.float64)
+    run = partial(_d_logits, launch=launch, row_lse=row_lse, col_lse=col_lse, shift=shift, sums=sums)
+    if teacher is not None:
+        wanted, of_teacher = rows.new_empty(height, width, dtype=torch.float32), torch.zeros_like(sums)
+        lse = teacher.row_lse, teacher.col_lse
+        teacher_run = partial(
+            _d_logits, launch=launch, row_lse=lse[0], col_lse=lse[1], shift=middle(*lse), sums=of_teacher
+        )
+        teacher = teacher._replace(blocks=_with_operands(teacher.blocks))
+    operands = _with_operands(blocks)
     with _float32_products(blocks.tf32) if rows.dtype == torch.float32 else nullcontext():
         for i in range(0, len(rows), height):
             row_slice = slice(i, min(i + height, len(rows)))
-            rows_desc = TensorDescriptor.from_tensor(row_operand[row_slice], [launch["BLOCK_M"], launch["BLOCK_K"]])
             for j in range(0, len(columns), width):
                 column_slice = slice(j, min(j + width, len(columns)))
-                num_rows, num_columns = row_slice.stop - i, column_slice.stop - j
-                d_logits = workspace[:num_rows, :num_columns]
-                tiles = triton.cdiv(num_rows, launch["BLOCK_M"]) * triton.cdiv(num_columns, launch["BLOCK_N"])
-                some = None if groups is None else groups.part(row_slice, column_slice)
-                given = (
-                    rows_desc,
-                    TensorDescriptor.from_tensor(column_operand[column_slice], [launch["BLOCK_N"], launch["BLOCK_K"]]),
-                    TensorDescriptor.from_tensor(d_logits, [launch["BLOCK_M"], launch["BLOCK_N"] // (1 + halves)]),
-                    scale,
-                    shift,
-                    scale if row_lse is None else row_lse[row_slice],
-                    scale if col_lse is None else col_lse[column_slice],
-                    sums,
-                    *ids_of(some, scale),
-                    scale if some is None or some.weights is None else some.weights / count,
-                    num_rows,
-                    num_columns,
-                    i - j,
-                    processors,
-                )
-                for single in (True,) if row_lse is None else (True, False):
-                    _d_logits_kernel[(min(tiles, processors),)](
-                        *given,
-                        DIM=walked_dim(row_operand, launch),
-                        MASKED=blocks.masked and i < j + width and j < i + height,
-                        EDGE=num_rows % launch["BLOCK_M"] + num_columns % launch["BLOCK_N"] > 0,
-                        SIGMOID=row_lse is None,
-                        SINGLE=single,
-                        SHARED=shared_exp2(rows),
-                        GAIN=count * gain,
-                        GROUPED=groups is not None,
-                        POSITIVE=some is not None and some.positive,
-                        HALVES=halves,
-                        **launch,
-                    )
+                d_logits, p = workspace[: row_slice.stop - i, : column_slice.stop - j], None
+                if teacher is not None:
+                    p = wanted[: len(d_logits), : d_logits.shape[1]]
+                    teacher_run(teacher.blocks, row_slice, column_slice, p)
+                run(operands, row_slice, column_slice, d_logits, gain=gain, count=count, wanted=p)
                 if gradients.rows is not None:
                     _add_product(gradients.rows[row_slice], d_logits, columns[column_slice], 1 / gain)
                 if gradients.columns is not None:
                     _add_product(gradients.columns[column_slice], d_logits.T, rows[row_slice], 1 / gain)
+    if teacher is not None:
+        sums[1] = of_teacher[0]
     return sums.sum(1)
 
 
-def _in_halves(sigmoid: bool, groups: Groups | None) -> bool:
+def _with_operands(blocks: Blocks) -> Blocks:
+    """Return the blocks with features that tensor descriptors can read."""
+    return blocks._replace(rows=aligned(blocks.rows), columns=aligned(blocks.columns))
+
+
+def _d_logits(
+    blocks: Blocks,
+    rows: slice,
+    columns: slice,
+    out: Tensor,
+    *,
+    launch: dict,
+    row_lse: Tensor | None,
+    col_lse: Tensor | None,
+    shift: Tensor,
+    sums: Tensor,
+    gain: float = 1.0,
+    count: int = 1,
+    wanted: Tensor | None = None,
+) -> None:
+    """Write dS of some rows and columns of a block pair to `out`, times `gain` and `count`; less `wanted`, f32."""
+    scale, (num_rows, num_columns), sigmoid = blocks.scale, out.shape, row_lse is None
+    groups = None if blocks.groups is None else blocks.groups.part(rows, columns)
+    limits = None if blocks.limits is None else blocks.limits.part(rows, columns)
+    halves = _in_halves(sigmoid, blocks) or wanted is not None or out.dtype.itemsize > blocks.rows.dtype.itemsize
+    m, n, k = launch["BLOCK_M"], launch["BLOCK_N"], launch["BLOCK_K"]
+    tiles = triton.cdiv(num_rows, m) * triton.cdiv(num_columns, n)
+    given = (
+        TensorDescriptor.from_tensor(blocks.rows[rows], [m, k]),
+        TensorDescriptor.from_tensor(blocks.columns[columns], [n, k]),
+        TensorDescriptor.from_tensor(out, [m, n // (1 + halves)]),
+        scale,
+        shift,
+        scale if row_lse is None else row_lse[rows],
+        scale if col_lse is None else col_lse[columns],
+        sums,
+        *ids_and_limits(groups, limits, scale),
+        scale if groups is None or groups.weights is None else groups.weights / count,
+        scale if wanted is None else TensorDescriptor.from_tensor(wanted, [m, n // 2]),
+        num_rows,
+        num_columns,
+        rows.start - columns.start,
+        sums.shape[1],
+    )
+    for single in (True,) if sigmoid else (True, False):
+        _d_logits_kernel[(min(tiles, sums.shape[1]),)](
+            *given,
+            DIM=walked_dim(blocks.rows, launch),
+            MASKED=blocks.masked and rows.start < columns.stop and columns.start < rows.stop,
+            EDGE=num_rows % m + num_columns % n > 0,
+            SIGMOID=sigmoid,
+            SINGLE=single,
+            SHARED=shared_exp2(blocks.rows),
+            GAIN=count * gain,
+            GROUPED=groups is not None,
+            POSITIVE=groups is not None and groups.positive,
+            LIMITED=limits is not None,
+            TEACHER=wanted is not None,
+            HALVES=halves,
+            **(launch if wanted is None else launch | {"num_stages": 2}),  # wanted takes 64 KiB of shared memory
+        )
+
+
+def _in_halves(sigmoid: bool, blocks: Blocks) -> bool:
     """Return whether a full tile's epilogue would spill registers (tests/kernels/test_registers.py)."""
-    return sigmoid or (groups is not None and groups.positive)
+    return sigmoid or blocks.limits is not None or (blocks.groups is not None and blocks.groups.positive)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "offset", "programs"])
@@ -160,10 +219,13 @@ def _d_logits_kernel(
     shift_ptr,  # f32: the bias (sigmoid) or the middle of the LSE in log2 (softmax; NaN: two exponentials), read
     row_lse_ptr,  # f32 [r], read unless SIGMOID
     col_lse_ptr,  # f32 [c], read unless SIGMOID
-    sums_ptr,  # f64 [3, programs], added to: <dS, rows @ columns.T>; if SIGMOID sums of losses (log2) and dS
+    sums_ptr,  # f64 [3, programs], added to: <dS, cosines>; if SIGMOID losses (log2), dS; if TEACHER -, <wanted, cos>
     row_ids_ptr,  # i32 [r], read if GROUPED
     col_ids_ptr,  # i32 [c], read if GROUPED
+    row_limits_ptr,  # f32 [r], read if LIMITED
+    col_limits_ptr,  # f32 [c], read if LIMITED
     weights_ptr,  # f32 [r], read if POSITIVE unless SIGMOID: subtracted from dS at a positive
+    wanted_desc,  # f32 [r, c], read if TEACHER: subtracted from dS
     num_rows,
     num_columns,
     offset,  # entry (i, i + offset) is masked
@@ -175,8 +237,10 @@ def _d_logits_kernel(
     SINGLE: tl.constexpr,  # one exponential, runs if shift is not NaN; else two exponentials, runs if shift is NaN
     SHARED: tl.constexpr,  # passed to triton_exp2's functions
     GAIN: tl.constexpr,
-    GROUPED: tl.constexpr,  # the entries whose row and column share an id are excluded
-    POSITIVE: tl.constexpr,  # or, if set, are positives
+    GROUPED: tl.constexpr,  # passed to `counted`, with the next two
+    POSITIVE: tl.constexpr,
+    LIMITED: tl.constexpr,
+    TEACHER: tl.constexpr,  # subtract the probabilities of a teacher
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -199,6 +263,7 @@ def _d_logits_kernel(
     inner = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
     if SIGMOID:
         loss_sums = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
+    if SIGMOID or TEACHER:
         slope_sums = tl.zeros([BLOCK_M // 16, 8, 4], tl.float32)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * column_tiles)
@@ -223,9 +288,15 @@ def _d_logits_kernel(
             columns = left + tl.arange(0, WIDTH)
             if SIGMOID:
                 signed = logits * scale2 + shift * LOG2E  # in log2
-                if GROUPED:
+                signed, for_columns = counted(
+                    signed, signed, logits, row_ids_ptr, col_ids_ptr, row_limits_ptr, col_limits_ptr,
+                    rows, columns, num_rows, num_columns, float("-inf"), GROUPED, POSITIVE, LIMITED,
+                )  # fmt: skip
+                if LIMITED:
+                    signed = tl.minimum(signed, for_columns)
+                if POSITIVE:
                     same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
-                    signed = tl.where(same, -signed if POSITIVE else float("-inf"), signed)
+                    signed = tl.where(same, -signed, signed)
                 small = tl.exp2(-tl.abs(signed))  # in (0, 1]
                 losses = tl.maximum(signed, 0.0) + log2_1p(small)  # in log2
                 share = reciprocal(1.0 + small, SHARED)
@@ -240,17 +311,24 @@ def _d_logits_kernel(
                     row_factor = 0.5 * tl.exp2(row_lse - shift)
                     col_factor = tl.exp2(shift - col_lse)
                     d_logits = exp2(logits * scale2 - row_lse[:, None], SHARED)
-                    d_logits *= 0.5 + row_factor[:, None] * col_factor[None, :]
+                    both = row_factor[:, None] * col_factor[None, :]
+                    d_rows, d_columns = 0.5 * d_logits, both * d_logits
+                    d_logits *= 0.5 + both
                 else:
-                    d_logits = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
-                    d_logits += 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
-                if GROUPED:
+                    d_rows = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
+                    d_columns = 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
+                    d_logits = d_rows + d_columns
+                if not LIMITED:  # a row and its columns leave out the same entries
+                    d_rows, d_columns = d_logits, d_logits
+                d_rows, d_columns = counted(
+                    d_rows, d_columns, logits, row_ids_ptr, col_ids_ptr, row_limits_ptr, col_limits_ptr,
+                    rows, columns, num_rows, num_columns, 0.0, GROUPED, POSITIVE, LIMITED,
+                )  # fmt: skip
+                d_logits = d_rows + d_columns if LIMITED else d_rows
+                if POSITIVE:
                     same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
-                    if POSITIVE:
-                        weights = tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0)
-                        d_logits = tl.where(same, d_logits - weights[:, None], d_logits)
-                    else:  # set, not multiply by 0: excluded entries are not in the LSE, so exp may have overflowed
-                        d_logits = tl.where(same, 0.0, d_logits)
+                    weights = tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0)
+                    d_logits = tl.where(same, d_logits - weights[:, None], d_logits)
             if EDGE:  # logits past the edges are zero, which may be far above an LSE
                 if (first_row + BLOCK_M > num_rows) | (left + WIDTH > num_columns):
                     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -264,6 +342,10 @@ def _d_logits_kernel(
                     d_logits = tl.where(own, 0.0, d_logits)
                     if SIGMOID:
                         losses = tl.where(own, 0.0, losses)
+            if TEACHER:
+                wanted = wanted_desc.load([first_row, left])
+                slope_sums += _sum_per_thread(wanted * logits)
+                d_logits -= wanted
             inner += _sum_per_thread(d_logits * logits)
             if SIGMOID:
                 loss_sums += _sum_per_thread(losses)
@@ -273,6 +355,7 @@ def _d_logits_kernel(
     _add_sum(sum_ptr, inner)
     if SIGMOID:
         _add_sum(sum_ptr + programs, loss_sums)
+    if SIGMOID or TEACHER:
         _add_sum(sum_ptr + 2 * programs, slope_sums)
 
 

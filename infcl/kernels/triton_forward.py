@@ -25,11 +25,11 @@ from infcl.kernels.tile import Blocks
 from infcl.kernels.triton_launch import (
     LOG2E,
     aligned,
-    ids_of,
+    counted,
+    ids_and_limits,
     launch_options,
     multiprocessors,
     row_splits,
-    same_ids,
     walked_dim,
 )
 from infcl.kernels.triton_statistics import finish, reference, squared_norms
@@ -88,7 +88,7 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
             reference,
             row_partial,
             col_partial,
-            *ids_of(groups, blocks.scale),
+            *ids_and_limits(groups, blocks.limits, blocks.scale),
             num_rows,
             num_columns,
             width,
@@ -99,6 +99,8 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
             MASKED=blocks.masked,
             EDGE=num_columns % launch["BLOCK_N"] != 0,
             GROUPED=groups is not None,
+            POSITIVE=groups is not None and groups.positive,
+            LIMITED=blocks.limits is not None,
             **launch,
         )
         if chunks > 1:
@@ -118,6 +120,8 @@ def _tile_sums_kernel(
     col_partial_ptr,  # f32 [splits, columns of this launch], written
     row_ids_ptr,  # i32 [r], read if GROUPED
     col_ids_ptr,  # i32 [c], read if GROUPED
+    row_limits_ptr,  # f32 [r], read if LIMITED
+    col_limits_ptr,  # f32 [c], read if LIMITED
     num_rows,
     num_columns,
     chunk_columns,  # stride of the columns' partial sums
@@ -127,7 +131,9 @@ def _tile_sums_kernel(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,  # exclude the entries (i, i)
     EDGE: tl.constexpr,  # the last column block is partial
-    GROUPED: tl.constexpr,  # exclude the entries whose row and column share an id
+    GROUPED: tl.constexpr,  # passed to `counted`, with the next two
+    POSITIVE: tl.constexpr,
+    LIMITED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -154,9 +160,6 @@ def _tile_sums_kernel(
         # Short chains of additions, so that the sums overlap with the exponentials.
         row_reference = tl.where(rows < num_rows, reference, float("inf"))
         terms = tl.exp2(logits * (scale * LOG2E) - row_reference[:, None])
-        if GROUPED:
-            same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
-            terms = tl.where(same, 0.0, terms)
         if EDGE:
             if first_column + BLOCK_N > num_columns:
                 within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
@@ -166,9 +169,13 @@ def _tile_sums_kernel(
             if (away > -BLOCK_N) & (away < BLOCK_M):  # without it column numbers stay in registers
                 own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
                 terms = tl.where(own, 0.0, terms)
-        row_sums = tl.sum(tl.sum(tl.reshape(terms, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
+        for_rows, for_columns = counted(
+            terms, terms, logits, row_ids_ptr, col_ids_ptr, row_limits_ptr, col_limits_ptr,
+            rows, columns, num_rows, num_columns, 0.0, GROUPED, POSITIVE, LIMITED,
+        )  # fmt: skip
+        row_sums = tl.sum(tl.sum(tl.reshape(for_rows, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
         tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
-        col_sums += tl.sum(tl.reshape(terms, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
+        col_sums += tl.sum(tl.reshape(for_columns, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
     total = tl.sum(tl.sum(col_sums, 1), 0)
     col_partial_ptr += split.to(tl.int64) * chunk_columns + block * BLOCK_N
     tl.store(col_partial_ptr + tl.arange(0, BLOCK_N), total, mask=columns < num_columns)
@@ -188,13 +195,15 @@ def _repair(blocks: Blocks, row_lse: Tensor, col_lse: Tensor) -> None:
         blocks.scale,
         row_lse,
         col_lse,
-        *ids_of(blocks.groups, blocks.scale),
+        *ids_and_limits(blocks.groups, blocks.limits, blocks.scale),
         rows.stride(0),
         columns.stride(0),
         len(rows),
         len(columns),
         programs[0],
         GROUPED=blocks.groups is not None,
+        POSITIVE=blocks.groups is not None and blocks.groups.positive,
+        LIMITED=blocks.limits is not None,
         DIM=rows.shape[1],
         MASKED=blocks.masked,
         **launch,
@@ -210,12 +219,16 @@ def _repair_kernel(
     col_lse_ptr,  # f32 [c], read, written where NaN
     row_ids_ptr,  # i32 [r], read if GROUPED
     col_ids_ptr,  # i32 [c], read if GROUPED
+    row_limits_ptr,  # f32 [r], read if LIMITED
+    col_limits_ptr,  # f32 [c], read if LIMITED
     row_stride,
     col_stride,
     num_rows,
     num_columns,
     row_programs,  # programs for rows; the others are for columns
-    GROUPED: tl.constexpr,  # exclude the entries whose row and column share an id
+    GROUPED: tl.constexpr,  # passed to `counted`, with the next two
+    POSITIVE: tl.constexpr,
+    LIMITED: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,  # exclude the entries (i, i)
     BLOCK_N: tl.constexpr,
@@ -227,13 +240,15 @@ def _repair_kernel(
     program = tl.program_id(0)
     if program < row_programs:
         _repair_block(
-            rows_ptr, columns_ptr, scale2, row_lse_ptr, row_ids_ptr, col_ids_ptr, row_stride, col_stride,
-            num_rows, num_columns, program, GROUPED, DIM, MASKED, BLOCK_N, BLOCK_K, PRECISION,
+            rows_ptr, columns_ptr, scale2, row_lse_ptr, row_ids_ptr, col_ids_ptr, row_limits_ptr, col_limits_ptr,
+            row_stride, col_stride, num_rows, num_columns, program,
+            GROUPED, POSITIVE, LIMITED, DIM, MASKED, BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
     else:
         _repair_block(
-            columns_ptr, rows_ptr, scale2, col_lse_ptr, col_ids_ptr, row_ids_ptr, col_stride, row_stride,
-            num_columns, num_rows, program - row_programs, GROUPED, DIM, MASKED, BLOCK_N, BLOCK_K, PRECISION,
+            columns_ptr, rows_ptr, scale2, col_lse_ptr, col_ids_ptr, row_ids_ptr, col_limits_ptr, row_limits_ptr,
+            col_stride, row_stride, num_columns, num_rows, program - row_programs,
+            GROUPED, POSITIVE, LIMITED, DIM, MASKED, BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
 
 
@@ -245,12 +260,16 @@ def _repair_block(
     lse_ptr,
     own_ids_ptr,
     other_ids_ptr,
+    own_limits_ptr,
+    other_limits_ptr,
     own_stride,
     other_stride,
     num_own,
     num_other,
     block,
     GROUPED: tl.constexpr,
+    POSITIVE: tl.constexpr,
+    LIMITED: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -265,17 +284,18 @@ def _repair_block(
         sums = tl.zeros([BLOCK_N], tl.float32)
         for first in range(0, num_other, BLOCK_N):
             other = first + tl.arange(0, BLOCK_N)
-            logits = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+            cosines = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
             for k in range(0, DIM, BLOCK_K):
                 a = _features(own_ptr, own, own_stride, num_own, k, DIM, BLOCK_K)
                 b = _features(other_ptr, other, other_stride, num_other, k, DIM, BLOCK_K)
-                logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
-            logits = tl.where((other < num_other)[None, :], logits * scale2, float("-inf"))
+                cosines = tl.dot(a, b.T, cosines, input_precision=PRECISION)
+            logits = tl.where((other < num_other)[None, :], cosines * scale2, float("-inf"))
             if MASKED:
                 logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
-            if GROUPED:
-                same = same_ids(own_ids_ptr, other_ids_ptr, own, other, num_own, num_other)
-                logits = tl.where(same, float("-inf"), logits)
+            logits, _ = counted(
+                logits, logits, cosines, own_ids_ptr, other_ids_ptr, own_limits_ptr, other_limits_ptr,
+                own, other, num_own, num_other, float("-inf"), GROUPED, POSITIVE, LIMITED,
+            )  # fmt: skip
             new_maxima = tl.maximum(maxima, tl.max(logits, 1))
             shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # -inf: only excluded entries so far
             sums = sums * tl.exp2(maxima - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)

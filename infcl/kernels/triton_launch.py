@@ -1,7 +1,8 @@
-"""What both Triton tiles share: operands for tensor descriptors, ids of groups, and the tiling of a block pair.
+"""What both Triton tiles share: operands for tensor descriptors, entries that are left out, the tiling of a block pair.
 
-A kernel takes GROUPED (whether there are ids) as a constant, so unused branches are not compiled. It loads ids where it
-compares them, because ids loaded before a loop would occupy registers.
+A kernel takes GROUPED (whether there are ids) and LIMITED (whether there are limits) as constants, so unused branches
+are not compiled. It loads ids and limits where it compares them, because loaded before a loop they would occupy
+registers.
 """
 
 import math
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.tile import Blocks, Groups
+from infcl.kernels.tile import Blocks, Groups, Limits
 
 LOG2E = tl.constexpr(math.log2(math.e))
 _HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS
@@ -42,12 +43,52 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def ids_of(groups: Groups | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:
-    """Return row ids and column ids, in the argument order of `same_ids`."""
-    if groups is None:
-        return placeholder, placeholder
-    assert groups.rows.is_contiguous() and groups.columns.is_contiguous(), "kernels read ids without a stride"
-    return groups.rows, groups.columns
+def ids_and_limits(groups: Groups | None, limits: Limits | None, placeholder: Tensor) -> tuple[Tensor, ...]:
+    """Return ids and limits of rows and columns, in the argument order of `counted`."""
+    ids = (placeholder, placeholder) if groups is None else (groups.rows, groups.columns)
+    tensors = *ids, *((placeholder, placeholder) if limits is None else limits)
+    assert all(tensor.is_contiguous() for tensor in tensors), "kernels read ids and limits without a stride"
+    return tensors
+
+
+@triton.jit
+def counted(
+    for_rows,  # f32 [m, n], values of the entries as they count for their rows
+    for_columns,  # f32 [m, n], and for their columns
+    cosines,  # f32 [m, n], without the factor scale
+    row_ids_ptr,  # i32 [r], read if GROUPED
+    col_ids_ptr,  # i32 [c], read if GROUPED
+    row_limits_ptr,  # f32 [r], read if LIMITED
+    col_limits_ptr,  # f32 [c], read if LIMITED
+    rows,  # i32 [m], indices
+    columns,  # i32 [n]
+    num_rows,
+    num_columns,
+    NOTHING: tl.constexpr,  # value of an entry that is left out: 0, or -inf for logits
+    GROUPED: tl.constexpr,  # leave out the entries whose row and column share an id
+    POSITIVE: tl.constexpr,  # or, if set, keep them, because they are positives
+    LIMITED: tl.constexpr,  # leave out the entries whose cosine is above the row's or the column's limit
+):
+    """Return both values without the entries that are left out, f32 [m, n] each.
+
+    Every objective that leaves out entries, or changes their weights, is defined here and in torch_tile._Chunk.counted.
+    Values are replaced and not multiplied by 0: an entry that is left out is not in the LSE, so its exp may be inf.
+    """
+    if GROUPED:
+        same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
+        if not POSITIVE:
+            for_rows = tl.where(same, NOTHING, for_rows)
+            for_columns = tl.where(same, NOTHING, for_columns)
+    if LIMITED:
+        row_limits = tl.load(row_limits_ptr + rows, mask=rows < num_rows, other=0.0)
+        col_limits = tl.load(col_limits_ptr + columns, mask=columns < num_columns, other=0.0)
+        beyond_row, beyond_column = cosines > row_limits[:, None], cosines > col_limits[None, :]
+        if GROUPED and POSITIVE:
+            beyond_row &= ~same
+            beyond_column &= ~same
+        for_rows = tl.where(beyond_row, NOTHING, for_rows)
+        for_columns = tl.where(beyond_column, NOTHING, for_columns)
+    return for_rows, for_columns
 
 
 @triton.jit

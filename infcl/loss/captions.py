@@ -32,6 +32,7 @@ def captions_loss(
     group: dist.ProcessGroup | None = None,
     ids: Tensor | None = None,
     duplicates: str = "negative",
+    margin: float | None = None,
     options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the loss of the module docstring.
@@ -44,6 +45,7 @@ def captions_loss(
         ids: int64 [b], at least 0, equal for equal images; or [b, 1 + t - K] with the ids of the hard negatives.
             Without these a hard negative has an id of its own.
         duplicates: role of captions and images of other samples with an equal id; "mask" needs K = 1.
+        margin: as in `inf_cl_loss`; the match of an image is its first caption.
         options: as in `info_nce_loss`.
 
     Returns:
@@ -77,6 +79,7 @@ def captions_loss(
         logit_scale,
         document_ids=of_texts,
         duplicates="positive" if captions > 1 else duplicates,
+        margin=margin,
         group=group,
         options=options,
     )
@@ -87,6 +90,7 @@ def captions_loss(
         logit_scale,
         document_ids=of_images,
         duplicates=duplicates,
+        margin=margin,
         group=group,
         options=options,
     )

@@ -45,6 +45,7 @@ class ContrastiveLoss(nn.Module):
         name: one of LOSSES.
         group: the data-parallel process group, None for a single process.
         duplicates: role of entries of different samples with an equal id (infcl/loss/duplicates.py); tiled losses only.
+        margin: leave out likely false negatives (see `inf_cl_loss`); tiled losses only.
         captions: captions per image, for text features [t b, D] (infcl/loss/captions.py); None for text features
             [b, D]. inf_cl only.
         fixed_shape: all calls have features of one shape, as in training. The ranks compare their shapes in the first
@@ -53,7 +54,7 @@ class ContrastiveLoss(nn.Module):
         options: the dense losses use compare_ranks only: they compute in the features' dtype.
 
     Raises:
-        ValueError: unknown loss, or duplicates that the loss does not support.
+        ValueError: unknown loss, or duplicates or a margin that the loss does not support.
     """
 
     over_all = False  # use torch.distributed's WORLD; stored as a flag because a process group cannot be pickled
@@ -64,6 +65,7 @@ class ContrastiveLoss(nn.Module):
         *,
         group: dist.ProcessGroup | None = None,
         duplicates: str = "negative",
+        margin: float | None = None,
         captions: int | None = None,
         fixed_shape: bool = False,
         options: RingOptions = DEFAULT_OPTIONS,
@@ -74,7 +76,10 @@ class ContrastiveLoss(nn.Module):
         if duplicates != "negative" and (name not in TILED or duplicates not in DUPLICATES):
             raise ValueError(f"duplicates={duplicates!r} for '{name}': one of {DUPLICATES}, of the losses {TILED}")
         assert captions is None or name == "inf_cl", "only inf_cl takes several captions per image"
+        if margin is not None and name not in TILED:
+            raise ValueError(f"margin={margin} for '{name}': it is for the losses {TILED}")
         self.name, self.group, self.duplicates, self.captions = name, group, duplicates, captions
+        self.margin = margin
         self.fixed_shape, self.options = fixed_shape, options
         self._agreed: dict[str, tuple] = {}  # what the ranks have compared
 
@@ -104,6 +109,8 @@ class ContrastiveLoss(nn.Module):
         function = _LOSSES[self.name]
         if self.duplicates != "negative":
             arguments |= {"ids": ids, "duplicates": self.duplicates}
+        if self.margin is not None:
+            arguments["margin"] = self.margin
         if self.captions is not None:
             function, arguments["captions"] = captions_loss, self.captions
         if self.name == "siglip":
@@ -160,7 +167,7 @@ class InfCLLoss(ContrastiveLoss):
         local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as in open_clip.loss.ClipLoss.
             world_size > 1 selects torch.distributed's WORLD; rank and world_size must match it.
         group: process group of the ring, instead of WORLD.
-        duplicates, options: as in `inf_cl_loss`.
+        duplicates, margin, options: as in `inf_cl_loss`.
 
     Raises:
         ValueError: use_horovod, inexact gradients, or a rank or world_size that differs from the group's.
@@ -177,6 +184,7 @@ class InfCLLoss(ContrastiveLoss):
         *,
         group: dist.ProcessGroup | None = None,
         duplicates: str = "negative",
+        margin: float | None = None,
         options: RingOptions = DEFAULT_OPTIONS,
     ):
         if use_horovod:
@@ -186,7 +194,7 @@ class InfCLLoss(ContrastiveLoss):
                 f"world_size {world_size} with gather_with_grad=False asks for gradients that are not the exact ones; "
                 "pass local_loss=True, gather_with_grad=True"
             )
-        super().__init__("inf_cl", group=group, duplicates=duplicates, options=options)
+        super().__init__("inf_cl", group=group, duplicates=duplicates, margin=margin, options=options)
         self.over_all = _is_over_all(rank, world_size, group)
 
 
@@ -199,7 +207,7 @@ class SigLipLoss(ContrastiveLoss):
     Args:
         cache_labels, rank, world_size, dist_impl: as in open_clip.loss.SigLipLoss; rank and world_size as in InfCLLoss.
         group: process group of the ring, instead of WORLD.
-        duplicates, options: as in `siglip_loss`.
+        duplicates, margin, options: as in `siglip_loss`.
 
     Raises:
         ValueError: a rank or world_size that differs from the group's.
@@ -214,9 +222,10 @@ class SigLipLoss(ContrastiveLoss):
         *,
         group: dist.ProcessGroup | None = None,
         duplicates: str = "negative",
+        margin: float | None = None,
         options: RingOptions = DEFAULT_OPTIONS,
     ):
-        super().__init__("siglip", group=group, duplicates=duplicates, options=options)
+        super().__init__("siglip", group=group, duplicates=duplicates, margin=margin, options=options)
         self.over_all = _is_over_all(rank, world_size, group)
 
 

@@ -41,11 +41,6 @@ class Duplicates(NamedTuple):
         return Groups(self.rows, numbers.to(torch.int32), self.positive, weights)
 
 
-def travelling(duplicates: Duplicates | None) -> list[Tensor]:
-    """Return the tensors that travel around the ring with the columns."""
-    return [] if duplicates is None else [duplicates.columns]
-
-
 def check_ids(
     name: str, count: int, ids: Tensor | None, ids_name: str, duplicates: str
 ) -> dict[str, int | torch.dtype]:

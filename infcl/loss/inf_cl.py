@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infcl.kernels.tile import Gradients, Groups
-from infcl.loss.duplicates import sum_positives, travelling
+from infcl.loss.duplicates import sum_positives
 from infcl.loss.gradients import match_cosines, ring_gradients
 from infcl.loss.inputs import (
     DEFAULT_OPTIONS,
@@ -57,6 +57,7 @@ def inf_cl_loss(
     group: dist.ProcessGroup | None = None,
     ids: Tensor | None = None,
     duplicates: str = "negative",
+    margin: float | None = None,
     options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the contrastive loss of the group's global batch.
@@ -69,6 +70,9 @@ def inf_cl_loss(
         ids: int64 [b], equal for samples with the same image (or the same text).
         duplicates: role of entries of different samples with an equal id: "negative" (ids are not used), "mask"
             (excluded) or "positive"; defined in infcl/loss/duplicates.py.
+        margin: leave out likely false negatives: an entry leaves the softmax of a row (column) if its cosine exceeds
+            that of the row's (column's) match by more than this; -2 to 2. The decision carries no gradient. Positives
+            stay. None: keep all.
         options: such as infcl.RingOptions(tile_dtype="bf16").
 
     Returns:
@@ -78,7 +82,9 @@ def inf_cl_loss(
     Raises:
         ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
-    setup = set_up("inf_cl", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
+    setup = set_up(
+        "inf_cl", image_features, text_features, group, options, ids=ids, duplicates=duplicates, margin=margin
+    )
     return InfCL.apply(image_features, text_features, scalar_like(image_features, logit_scale), setup)
 
 
@@ -122,14 +128,15 @@ def ring_forward(
         positives: None, or if duplicates are positives (excess, weights). excess [2, b] is the term that the other
             positives add to the losses; weights [b] is 1 / number of positives, equal for row i and column i.
     """
-    duplicates, matches, ring = setup.duplicates, setup.matches, setup.ring()
+    matches, ring, cosines = setup.matches, setup.ring(), match_cosines(rows, columns, setup)
     totals: tuple[Tensor, Tensor] | None = None  # number of positives of each row, sum of their cosines
-    for hop, (block, *ids) in ring.blocks(columns, *travelling(duplicates)):
-        groups = None if duplicates is None else duplicates.groups(*ids)
-        excluded = None if groups is None or groups.positive else groups
-        if hop == 0 and matches is not None and excluded is None:
+    for hop, (block, *its) in ring.blocks(columns, *setup.travelling(cosines)):
+        groups, limits = setup.entries(block, its, cosines)
+        keeps_positives = groups is not None and groups.positive
+        excluded = None if keeps_positives and limits is None else groups
+        if hop == 0 and matches is not None and (groups is None or keeps_positives):
             excluded = _entries_of(matches, len(columns))
-        row_part, column_part = setup.tile.softmax_forward(setup.blocks(rows, block, scale, hop, excluded))
+        row_part, column_part = setup.tile.softmax_forward(setup.blocks(rows, block, scale, hop, excluded, limits))
         if hop == 0:
             row_others = row_part
         else:
@@ -141,7 +148,6 @@ def ring_forward(
             totals = (counts, sums) if totals is None else (totals[0] + counts, totals[1] + sums)
             if setup.both:
                 ring.carry("col_positives", hop, column_sums, Tensor.add_)
-    cosines = match_cosines(rows, columns, setup)
     others = torch.stack([row_others, *([ring.home("col_lse", merge_lse)] if setup.both else [])])
     losses = cross_entropies(others, cosines * scale)
     if totals is None:
@@ -166,20 +172,21 @@ def ring_backward(
 
     losses, cosines and weights come from ring_forward. Columns travel with their LSE and ids.
     """
-    duplicates, matches, both = setup.duplicates, setup.matches, setup.both
+    matches, both = setup.matches, setup.both
     row_lse, *column_lse = losses + cosines * scale
     slopes = torch.expm1(-losses).mean(0)
     if weights is not None:  # the match is one of several positives; explicit `matches` are handled by the tiles
         slopes = slopes + 1 - weights if matches is None else torch.zeros_like(slopes)
 
     def add_tile(hop: int, block: Tensor, its: list[Tensor], gradients: Gradients) -> None:
-        block_lse, ids = (its[0], its[1:]) if both else (None, its)
-        groups = None if duplicates is None else duplicates.groups(ids[0], weights)
+        block_lse, its = (its[0], its[1:]) if both else (None, its)
+        groups, limits = setup.entries(block, its, cosines, weights)
         if groups is None and matches is not None and hop == 0:
             groups = _entries_of(matches, len(columns))
-        setup.tile.softmax_backward(setup.blocks(rows, block, scale, hop, groups), row_lse, block_lse, gradients)
+        blocks = setup.blocks(rows, block, scale, hop, groups, limits)
+        setup.tile.softmax_backward(blocks, row_lse, block_lse, gradients)
 
-    with_columns = [*column_lse, *travelling(duplicates)]
+    with_columns = [*column_lse, *setup.travelling(cosines)]
     return ring_gradients(add_tile, rows, columns, setup, slopes=slopes, cosines=cosines, travelling=with_columns)
 
 

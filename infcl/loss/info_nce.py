@@ -32,6 +32,7 @@ def info_nce_loss(
     group: dist.ProcessGroup | None = None,
     document_ids: Tensor | None = None,
     duplicates: str = "negative",
+    margin: float | None = None,
     options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the mean over this rank's queries of the cross entropy against all ranks' documents.
@@ -46,6 +47,8 @@ def info_nce_loss(
             their own: one with the id of its query's positive is no negative.
         duplicates: role of other documents with the id of a query's positive: "negative" (ids are not used), "mask"
             (excluded) or "positive"; defined in infcl/loss/duplicates.py.
+        margin: leave out a document if its cosine with the query exceeds the positive's by more than this; see
+            `inf_cl_loss`.
         options: as in `inf_cl_loss`. The host waits for the GPU even with compare_ranks=False, to check the
             positives.
 
@@ -57,6 +60,8 @@ def info_nce_loss(
     """
     invalid = _check_positives(positives, queries, documents)
     in_order = not invalid and torch.equal(positives, torch.arange(len(positives), device=positives.device))
+    if margin is not None and duplicates == "positive" and not in_order:
+        raise ValueError(f"info_nce: margin {margin} with duplicates='positive' needs the positives 0, 1, 2, ...")
     setup = set_up(
         "info_nce",
         queries,
@@ -69,6 +74,7 @@ def info_nce_loss(
         duplicates=duplicates,
         matches=None if in_order else positives,
         both=False,
+        margin=margin,
         invalid=invalid,
     )
     return InfCL.apply(queries, documents, scalar_like(queries, logit_scale), setup)

@@ -4,7 +4,8 @@ In: the caller's features, ids and scalars. Out: a `Setup` (tile, ring and dupli
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl.kernels import WORKSPACE_BYTES, Tile, select_tile
-from infcl.kernels.tile import Blocks, Groups
+from infcl.kernels.tile import Blocks, Groups, Limits
 from infcl.loss.duplicates import Duplicates, check_ids, find_duplicates
 from infcl.loss.links import global_ranks, lap_length
 from infcl.loss.ring import RingExchange, checked_group
 from infcl.parallel import require_equal
 
+_ROUNDINGS = 32  # between two sums of the same products in another order
 _LARGEST_SCALE = 1e4  # limit for Python numbers; a hundred times the scale that training uses
 _TF32_ROUNDS_BELOW = 2.0**128 - 2.0**116  # larger numbers would round to 2^128, which is inf
 
@@ -60,15 +62,53 @@ class Setup(NamedTuple):
     duplicates: Duplicates | None
     matches: Tensor | None = None  # int64 [r], this rank's column that matches each row; None: row i matches column i
     both: bool = True  # a softmax loss of rows and columns, or of rows only
+    margin: float | None = None  # leave out entries whose cosine is above that of the match by more
 
     def ring(self) -> RingExchange:
         """Return a new ring: each pass has its own, whose buffers are freed with it."""
         return RingExchange(self.group, self.lap)
 
-    def blocks(self, rows: Tensor, columns: Tensor, scale: Tensor, hop: int, groups: Groups | None) -> Blocks:
+    def blocks(
+        self, rows: Tensor, columns: Tensor, scale: Tensor, hop: int, groups: Groups | None, limits: Limits | None
+    ) -> Blocks:
         """Return a tile's input. At hop 0 the columns are this rank's own, which have the matches."""
         masked = hop == 0 and self.matches is None
-        return Blocks(rows, columns, scale, masked, self.options.workspace_bytes, groups, self.tile.tf32)
+        return Blocks(rows, columns, scale, masked, self.options.workspace_bytes, groups, limits, self.tile.tf32)
+
+    def travelling(self, cosines: Tensor) -> list[Tensor]:
+        """Return what travels around the ring with this rank's columns, for `entries`: ids, and limits of columns.
+
+        Args:
+            cosines: matched logits / scale, [r].
+        """
+        ids = [] if self.duplicates is None else [self.duplicates.columns]
+        return ids + ([self._limits(cosines)] if self.margin is not None and self.both else [])
+
+    def entries(
+        self, block: Tensor, its: Sequence[Tensor], cosines: Tensor, weights: Tensor | None = None
+    ) -> tuple[Groups | None, Limits | None]:
+        """Return the entries of a block of columns that are no plain negatives.
+
+        Args:
+            block: the columns [c, D].
+            its: what travelled with the block.
+            cosines: matched logits / scale of the own rows, [r].
+            weights: see Groups.
+        """
+        groups = limits = None
+        if self.duplicates is not None:
+            (ids, *its) = its
+            groups = self.duplicates.groups(ids, weights)
+        if self.margin is not None:
+            own = self._limits(cosines)
+            limits = Limits(own, its[0] if self.both else own.new_full((len(block),), math.inf))
+        return groups, limits
+
+    def _limits(self, cosines: Tensor) -> Tensor:
+        """Return the largest cosines that count; those that equal the limit up to rounding count."""
+        assert self.margin is not None
+        rounding = _ROUNDINGS * torch.finfo(cosines.dtype).eps * cosines.abs().clamp(min=1)
+        return cosines + self.margin + rounding
 
     def operands(self, *features: Tensor) -> list[Tensor]:
         """Return the features as operands of the tile."""
@@ -88,6 +128,7 @@ def set_up(
     duplicates: str = "negative",
     matches: Tensor | None = None,
     both: bool = True,
+    margin: float | None = None,
     invalid: str = "",
 ) -> Setup:
     """Check a call on all ranks.
@@ -100,13 +141,15 @@ def set_up(
         sizes: names of r and c; r and c must be equal if the names are.
         ids, ids_name: int64 [c] or None, see loss/duplicates; and the argument's name.
         duplicates: role of entries with an equal id.
-        matches, both: as in Setup.
+        matches, both, margin: as in Setup.
         invalid: message about this rank's invalid values, or "".
 
     Raises:
         ValueError: on every rank if ranks differ; on this rank for invalid inputs or options, or a missing group.
     """
     compared = _check_features(name, rows, columns, sizes) | check_ids(name, len(columns), ids, ids_name, duplicates)
+    if margin is not None and not -2 <= margin <= 2:
+        raise ValueError(f"{name}: margin {margin} is a difference of two cosines, between -2 and 2")
     group = checked_group(group)
     tile = select_tile(rows, tile=options.tile, tile_dtype=options.tile_dtype)
     if options.workspace_bytes < 1:
@@ -114,10 +157,11 @@ def set_up(
     # Ranks must agree on requires_grad: a side's gradient travels only if it is needed.
     needs = (torch.is_grad_enabled() and rows.requires_grad, torch.is_grad_enabled() and columns.requires_grad)
     lap = lap_length(global_ranks(group), ring=options.ring, ranks_per_node=options.ranks_per_node)
-    setup = Setup(group, tile, options, lap, needs, None, matches, both)
+    setup = Setup(group, tile, options, lap, needs, None, matches, both, margin)
     if options.compare_ranks:
         compared |= {"ranks in a lap": lap, "dtype": rows.dtype, "dtype of products": tile.operand_dtype}
         compared |= {"tf32 products": tile.tf32, "validity of inputs": not invalid}
+        compared["margin (millionths)"] = -1 if margin is None else round((margin + 2) * 1e6)
         compared |= {"requires_grad of rows": needs[0], "requires_grad of columns": needs[1]}
         try:
             require_equal(group, name, compared, rows.device)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infcl.kernels.tile import Gradients
-from infcl.loss.duplicates import travelling
 from infcl.loss.gradients import match_cosines, ring_gradients
 from infcl.loss.inputs import (
     DEFAULT_OPTIONS,
@@ -41,6 +40,7 @@ def siglip_loss(
     group: dist.ProcessGroup | None = None,
     ids: Tensor | None = None,
     duplicates: str = "negative",
+    margin: float | None = None,
     options: RingOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute the sigmoid loss of the group's global batch.
@@ -53,6 +53,8 @@ def siglip_loss(
         ids: int64 [b], equal for samples with the same image (or the same text).
         duplicates: entries of different samples with an equal id have the sign -1 ("negative") or +1 ("positive"), or
             are excluded ("mask"); defined in infcl/loss/duplicates.py.
+        margin: leave an entry out of the sum if its cosine exceeds that of the row's or the column's match by more
+            than this; see `inf_cl_loss`.
         options: as in `inf_cl_loss`.
 
     Returns:
@@ -62,7 +64,9 @@ def siglip_loss(
     Raises:
         ValueError: shapes differ between ranks (raised on every rank), or group is missing.
     """
-    setup = set_up("siglip", image_features, text_features, group, options, ids=ids, duplicates=duplicates)
+    setup = set_up(
+        "siglip", image_features, text_features, group, options, ids=ids, duplicates=duplicates, margin=margin
+    )
     scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
     return _SigLip.apply(image_features, text_features, *scalars, setup)
 
@@ -94,18 +98,18 @@ def ring_loss_and_gradients(
     rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, setup: Setup
 ) -> tuple[Tensor, Gradients, Tensor]:
     """Return the sum of the losses of own rows and all columns, its `ring_gradients`, and the bias's gradient."""
-    cosines, duplicates = match_cosines(rows, columns, setup), setup.duplicates
+    cosines = match_cosines(rows, columns, setup)
     matched = cosines * scale + bias
     slopes = -torch.sigmoid(-matched)
     loss, d_bias = -F.logsigmoid(matched).sum(), slopes.sum()
 
-    def add_tile(hop: int, block: Tensor, ids: list[Tensor], gradients: Gradients) -> None:
-        groups = None if duplicates is None else duplicates.groups(*ids)
-        part, slope = setup.tile.sigmoid_gradients(setup.blocks(rows, block, scale, hop, groups), bias, gradients)
+    def add_tile(hop: int, block: Tensor, its: list[Tensor], gradients: Gradients) -> None:
+        blocks = setup.blocks(rows, block, scale, hop, *setup.entries(block, its, cosines))
+        part, slope = setup.tile.sigmoid_gradients(blocks, bias, gradients)
         loss.add_(part)
         d_bias.add_(slope)
 
     gradients = ring_gradients(
-        add_tile, rows, columns, setup, slopes=slopes, cosines=cosines, travelling=travelling(duplicates)
+        add_tile, rows, columns, setup, slopes=slopes, cosines=cosines, travelling=setup.travelling(cosines)
     )
     return loss, gradients, d_bias

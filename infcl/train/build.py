@@ -196,6 +196,7 @@ def _contrastive_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
         group=parallel.dp_group if parallel.tp_group is None else dist.group.WORLD,
         options=RingOptions(config.tile, spec.tile_dtype, ranks_per_node=parallel.ranks_per_node),
         duplicates=config.duplicates_and_by[0],
+        margin=config.false_negative_margin,
         fixed_shape=True,
     )
     if parallel.tp_group is None:

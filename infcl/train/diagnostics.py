@@ -78,19 +78,29 @@ class SampledLoss:
 
     Cost: one [m, m] matmul per step, without gradient and without communication.
 
+    Args:
+        margin: also compute the share of negatives that --false-negative-margin leaves out.
+
     Attributes:
-        values: [4] f32, metrics of the last call in the order of `names`; on the device, so reading does not wait.
+        values: [4 or 5] f32, metrics of the last call in the order of `names`; on the device, so reading does not wait.
     """
 
     values: torch.Tensor
-    names = ("micro_loss_image_to_text", "micro_loss_text_to_image", "micro_accuracy", "feature_spread")
+    names: tuple[str, ...] = (
+        "micro_loss_image_to_text", "micro_loss_text_to_image", "micro_accuracy", "feature_spread",
+    )  # fmt: skip
 
-    def __init__(self, loss: Callable[..., torch.Tensor], rows: int):
-        self.loss, self.rows = loss, min(rows, MAX_SAMPLE_ROWS)
+    def __init__(self, loss: Callable[..., torch.Tensor], rows: int, margin: float | None = None):
+        self.loss, self.rows, self.margin = loss, min(rows, MAX_SAMPLE_ROWS), margin
+        if margin is not None:
+            self.names = *self.names, "micro_left_out_share"
 
     def __call__(self, image_features, text_features, logit_scale, logit_bias=None, **ids) -> torch.Tensor:
         first_texts = text_features[:: len(text_features) // len(image_features)]  # an image may have several texts
-        self.values = micro_batch_metrics(image_features[: self.rows], first_texts[: self.rows], logit_scale)
+        sample = image_features[: self.rows], first_texts[: self.rows]
+        self.values = micro_batch_metrics(*sample, logit_scale)
+        if self.margin is not None:
+            self.values = torch.cat([self.values, left_out_share(*sample, self.margin)])
         return self.loss(image_features, text_features, logit_scale, logit_bias, **ids)
 
 
@@ -113,6 +123,16 @@ def micro_batch_metrics(
     spreads = [1 - features.float().mean(0).square().sum() for features in (image_features, text_features)]
     losses = [F.cross_entropy(logits, labels), F.cross_entropy(logits.T, labels)]
     return torch.stack([*losses, accuracy, torch.minimum(*spreads)])
+
+
+@torch.no_grad()
+def left_out_share(image_features: torch.Tensor, text_features: torch.Tensor, margin: float) -> torch.Tensor:
+    """Return the mean share of negatives that the margin leaves out of the rows and of the columns, [1] f32."""
+    cosines = image_features.float() @ text_features.float().T  # [m, m]
+    limits = cosines.diagonal() + margin
+    count = len(cosines) * max(1, len(cosines) - 1)
+    beyond = (cosines > limits[:, None]).float() + (cosines > limits).float()
+    return (beyond.fill_diagonal_(0).sum() / (2 * count)).view(1)
 
 
 def duplicate_shares(ids: torch.Tensor, group: dist.ProcessGroup) -> dict[str, float]:

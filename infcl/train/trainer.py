@@ -115,7 +115,9 @@ class Trainer:
             reserved=later_host_bytes(spec, module),
         )
         self.loss = build_loss(spec, parallel)
-        self.sampled_loss = SampledLoss(self.loss, rows=self.batch.micro_batch_size)
+        self.sampled_loss = SampledLoss(
+            self.loss, rows=self.batch.micro_batch_size, margin=self.config.false_negative_margin
+        )
         self.mfu = utilisation(self.model_config, parallel.device, spec.precision, trained_shares(module))
 
     def _build_saves(self, noted: list[int] | None) -> None:

@@ -78,6 +78,8 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--captions-per-image", "2", "--loss", "siglip"], "--captions-per-image 2 and --negatives-key are for"),
         (["--captions-per-image", "2", "--duplicates", "mask"], "captions of one image its positives, which"),
         (["--negatives-key", "hard"], "--dataset-type synthetic has no data for --duplicates, --negatives-key"),
+        (["--false-negative-margin", "3"], "--false-negative-margin 3.0 must lie in"),
+        (["--false-negative-margin", "0.1", "--loss", "clip"], "margin 0.1 is for --loss inf_cl and siglip"),
         (["--matryoshka-weights", "1"], "--matryoshka-weights needs --matryoshka-widths"),
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
         (["--batch-size", "many"], "invalid int value: 'many'"),

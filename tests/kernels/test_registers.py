@@ -39,19 +39,22 @@ def tile_usage(kernel, launch: dict, **constants) -> dict[str, int]:
     """Compile a tile with argument types by name: block descriptors, pointers to float32, int32 sizes."""
     options = {name: launch[name] for name in ("num_warps", "num_stages")}
     constants |= {name: value for name, value in launch.items() if name not in options}
-    constants |= {"DIM": 768, "PRECISION": "ieee"}
+    constants = {"POSITIVE": False, "LIMITED": False} | constants | {"DIM": 768, "PRECISION": "ieee"}
     m, n, k = (launch[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     width = n // 2 if constants.get("HALVES") else n
     blocks = {"rows_desc": (m, k), "columns_desc": (n, k), "d_logits_desc": (m, width)}
+    types = {"d_logits_desc": constants.pop("out", "bf16"), "wanted_desc": "fp32"}
+    if constants.get("TEACHER"):
+        blocks["wanted_desc"], options["num_stages"] = (m, width), 2
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
         elif name in blocks:
-            signature[name] = f"tensordesc<bf16[{blocks[name][0]},{blocks[name][1]}]>"
+            signature[name] = f"tensordesc<{types.get(name, 'bf16')}[{blocks[name][0]},{blocks[name][1]}]>"
         else:
             kind = "fp64" if name == "sums_ptr" else "i32" if name.endswith("_ids_ptr") else "fp32"
-            signature[name] = f"*{kind}" if name.endswith("_ptr") else "i32"
+            signature[name] = f"*{kind}" if name.endswith(("_ptr", "_desc")) else "i32"
     return usage(triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options))
 
 
@@ -75,15 +78,21 @@ def test_the_forward_tile_fits_into_registers(masked, edge, grouped):
         ({"MASKED": True, "EDGE": True}, None),
         ({"MASKED": True, "EDGE": True, "SINGLE": False}, None),  # not one exponential for both directions
         ({"GROUPED": True, "POSITIVE": True}, 128),
+        ({"LIMITED": True}, 0),
+        ({"LIMITED": True, "GROUPED": True}, 0),
+        ({"TEACHER": True}, 256),
+        ({"out": "fp32"}, 0),  # a teacher's probabilities
         ({"SIGMOID": True}, 128),
         ({"SIGMOID": True, "GROUPED": True, "POSITIVE": True}, 128),
     ],
     ids=str,
 )
 def test_the_backward_tile_compiles_and_spills_little(options, stack):
-    plain = {"SIGMOID": False, "MASKED": False, "EDGE": False, "SINGLE": True, "GROUPED": False, "POSITIVE": False}
+    plain = {"SIGMOID": False, "MASKED": False, "EDGE": False, "SINGLE": True, "GROUPED": False, "TEACHER": False}
     constants = plain | {"SHARED": True, "GAIN": 1.0} | options
-    constants["HALVES"] = constants["SIGMOID"] or constants["POSITIVE"]
+    constants["HALVES"] = bool(
+        constants["SIGMOID"] or constants.get("POSITIVE") or options.keys() & {"LIMITED", "TEACHER", "out"}
+    )
     used = tile_usage(triton_backward._d_logits_kernel, triton_backward._LAUNCH[2], **constants)
     assert 0 < used["shared"] <= SHARED and (stack is None or used["stack"] <= stack), used
 

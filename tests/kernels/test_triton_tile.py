@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from infcl import RingOptions, inf_cl_loss, info_nce_loss, nt_xent_loss
+from infcl import RingOptions, distillation_loss, inf_cl_loss, info_nce_loss, nt_xent_loss
 from infcl.kernels import select_tile, torch_tile
 from infcl.kernels.tile import Blocks, Gradients
 from infcl.loss.inputs import rounded_to_tf32
@@ -186,9 +186,12 @@ def _check_losses(device, rows, dim, dtype, workspace_bytes, kind="random"):
     options = {"kind": kind, "dtype": dtype, "bias": -5.0, "workspace_bytes": workspace_bytes}
     shared = {"columns": rows * 6 // 7, "positives": "shared"}  # documents that several queries share
     cases = [Case("info_nce", rows, dim, 30.0, **options | shared), Case("nt_xent", rows, dim, 30.0, **options)]
+    cases += [Case(name, rows, dim, 30.0, **options, margin=0.05) for name in ("inf_cl", "siglip")]
+    cases += [Case("info_nce", rows, dim, 30.0, **options | shared, margin=0.05)]
     for mode in ("mask", "positive"):
         given = options | {"duplicates": mode, "ids": "few"}
         cases += [Case(name, rows, dim, 30.0, **given) for name in ("inf_cl", "siglip")]
+        cases += [Case(name, rows, dim, 30.0, **given, margin=-0.05) for name in ("inf_cl", "siglip")]
         cases += [Case("info_nce", rows, dim, 30.0, **given, positives="shared")]
     tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}[dtype]
     for case in cases:
@@ -203,6 +206,28 @@ def check_other_losses_and_ids(device):
     for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
         _check_losses(device, 150, 40, dtype, 2**14)
     _check_losses(device, 70, 24, torch.float32, 2**20, "opposite")  # statistics are repaired
+
+
+def check_distillation(device):
+    """In chunks and in one; with the cancellation of a student that is close to its teacher, too."""
+    kinds = [(torch.float16, 2**14), (torch.float32, 2**14), (torch.float32, 2**22)]
+    for dtype, workspace_bytes in kinds + [(torch.bfloat16, 2**14)] * (device == "cuda"):
+        for teacher_kind, tolerance in (("random", 1e-3), ("training", 4e-3)):
+            sides = [side.to(device) for side in features("training", 150, 40, dtype)]
+            teacher = [side.to(device) for side in features(teacher_kind, 150, 24, dtype, seed=1)]
+            if teacher_kind == "training":  # the student, slightly moved
+                teacher = [(side + 0.003 * side.roll(1, 0)).to(dtype) for side in sides]
+            results = []
+            for tile, width in (("triton", dtype), ("torch", torch.float64)):
+                leaves = [side.to(width).clone().requires_grad_() for side in sides]
+                options = RingOptions(tile, workspace_bytes=workspace_bytes)
+                given = dict(zip(("teacher_image_features", "teacher_text_features"), (t.to(width) for t in teacher)))
+                value = distillation_loss(*leaves, 50.0, **given, teacher_scale=60.0, options=options)
+                results.append([value.detach(), *torch.autograd.grad(value * 2**10, leaves)])
+            assert abs(results[0][0] - results[1][0]) < 1e-4, (dtype, teacher_kind, results[0][0], results[1][0])
+            for gradient, true in zip(results[0][1:], results[1][1:]):
+                bound = 4 * tolerance if dtype == torch.bfloat16 else tolerance
+                assert relative_error(gradient, true) < bound, (dtype, workspace_bytes, teacher_kind)
 
 
 def check_results_are_bitwise_repeatable(device):

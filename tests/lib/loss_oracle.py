@@ -52,6 +52,7 @@ class Case(NamedTuple):
     duplicates: str = "negative"
     ids: str = "none"  # how ids are drawn
     negatives_have_ids: bool = False  # hard negatives, as well as images
+    margin: float | None = None
 
     def on(self, world_size: int) -> "Case":
         """Return the case with as many rows and columns on every rank as this one has."""
@@ -155,12 +156,22 @@ def _dense(case: Case, batch: Batch, images: Tensor, texts: Tensor, scale: Tenso
         else:
             same = (batch.ids[:, None] == batch.ids[image_of]) & is_caption
     excluded, positive = same & ~own & (case.duplicates == "mask"), own | same & (case.duplicates == "positive")
+    beyond_row = beyond_column = torch.zeros_like(own)
+    if case.margin is not None:
+        cosines = (images @ texts.T).detach()
+        limit = case.margin + 4e-6  # ties stay
+        first = cosines.gather(1, own.int().argmax(1, keepdim=True))  # of the row's match
+        beyond_row = (cosines > first + limit) & ~positive
+        beyond_column = (cosines > cosines.where(own, -9).amax(0) + limit) & ~positive & own.any(0)
     if case.name == "siglip":
+        excluded = excluded | beyond_row | beyond_column
         losses = -F.logsigmoid(torch.where(positive, 1.0, -1.0) * (logits + bias))
         return losses.masked_fill(excluded, 0).sum() / len(images)
-    logits = logits.masked_fill(excluded, -math.inf)
-    rows = _softmax(logits, positive)
-    return rows if case.name == "info_nce" else (rows + _softmax(logits.T[is_caption], positive.T[is_caption])) / 2
+    rows = _softmax(logits.masked_fill(excluded | beyond_row, -math.inf), positive)
+    if case.name == "info_nce":
+        return rows
+    columns = logits.masked_fill(excluded | beyond_column, -math.inf)
+    return (rows + _softmax(columns.T[is_caption], positive.T[is_caption])) / 2
 
 
 def _softmax(logits: Tensor, positive: Tensor) -> Tensor:
@@ -180,10 +191,12 @@ def evaluate(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
     if case.name == "nt_xent":
         value = nt_xent_loss(images, texts, scale, **options)
     elif case.name == "info_nce":
-        options |= {"document_ids": ids, "duplicates": case.duplicates}
+        options |= {"document_ids": ids, "duplicates": case.duplicates, "margin": case.margin}
         value = info_nce_loss(images, texts, batch.positives[rank].to(device), scale, **options)
     else:
-        loss = ContrastiveLoss(case.name, duplicates=case.duplicates, captions=case.captions, **options)
+        loss = ContrastiveLoss(
+            case.name, duplicates=case.duplicates, captions=case.captions, margin=case.margin, **options
+        )
         value = loss(images, texts, scale, bias, ids=ids if case.duplicates != "negative" else None)
     value.backward()
     d_bias = torch.zeros(()) if bias.grad is None else bias.grad.cpu()

@@ -57,6 +57,20 @@ for case, mode in itertools.product(IDS, ("mask", "positive")):
     queries, documents = (documents, queries) if case.ids == "pairs" else (queries, documents)
     sizes = {"rows": queries, "columns": documents, "positives": "shared"}
     CASES.append(case._replace(name="info_nce", duplicates=mode, kind="random", **sizes))
+for margin in (-0.1, 0.0, 0.1, -2.0):  # from a few entries left out to all negatives
+    CASES += [
+        Case("inf_cl", 17, 24, 100.0, "random", FLOAT64, margin=margin),
+        Case("inf_cl", 9, 24, 100.0, "opposite", FLOAT64, margin=margin),
+        Case("inf_cl", 13, 40, 20.0, "apart", FLOAT64, ids="few", duplicates="mask", margin=margin),
+        Case("inf_cl", 13, 40, 20.0, "random", FLOAT64, ids="few", duplicates="positive", margin=margin),
+        Case("inf_cl", 6, 24, 10.0, dtype=FLOAT64, columns=18, captions=1, margin=margin),  # hard negatives
+        Case("inf_cl", 6, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few", margin=margin),
+        Case("siglip", 9, 40, 10.0, dtype=FLOAT64, bias=-10.0, margin=margin),
+        Case("siglip", 9, 40, 10.0, dtype=FLOAT64, bias=-10.0, ids="few", duplicates="positive", margin=margin),
+        Case("info_nce", 7, 24, 20.0, dtype=FLOAT64, columns=23, margin=margin),
+        Case("info_nce", 9, 40, 100.0, dtype=FLOAT64, columns=13, positives="shared", margin=margin, ids="few",
+             duplicates="mask"),
+    ]  # fmt: skip
 
 
 @pytest.mark.first(2)
@@ -67,7 +81,7 @@ for case, mode in itertools.product(IDS, ("mask", "positive")):
 def test_losses_equal_their_dense_float64_definition(world_size, options):
     cases = [case.on(world_size) for case in CASES]
     for case, result in zip(cases, over_ranks(cases, world_size, **options)):
-        with_ids = case.duplicates != "negative" and case.captions is None
+        with_ids = case.duplicates != "negative" and case.captions is None or case.margin is not None
         bound = (
             1e-11 if case.dtype == FLOAT64 else 2e-5 if with_ids or case.captions or case.name == "nt_xent" else 1e-5
         )
@@ -118,6 +132,24 @@ def test_adversarial_features_stay_exact_and_finite_in_siglip():
         assert result.loss >= 0
         for name, value, expected in zip(result._fields, result, reference):
             assert relative_error(value, expected, floor=1e-6) < 1e-9, (case, name)
+
+
+def test_matches_that_are_the_smallest_entries_stay_the_only_ones():
+    """Every negative is above its match: the loss and its gradients vanish."""
+    images = features("random", 9, 24, FLOAT64)[0]
+    for value in (
+        inf_cl_loss(images.requires_grad_(), -images.detach(), 100.0, margin=0.0),
+        info_nce_loss(images, -images.detach(), torch.arange(9), 100.0, margin=0.0),
+    ):
+        gradient = torch.autograd.grad(value, images)[0]
+        assert value == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_cosines_stay_whatever_their_rounding(dtype):
+    images, texts = features("equal", 33, 40, dtype)
+    kept, plain = (inf_cl_loss(images, texts, 100.0, margin=margin) for margin in (0.0, None))
+    assert kept == plain
 
 
 @pytest.mark.parametrize(
@@ -276,6 +308,12 @@ def _with(**options):
         ),
         (captions_loss, (IMAGES, TEXTS, 1.0), {"duplicates": "mask"}, r"'mask' needs ids \[5\]"),
         (inf_cl_loss, (ROWS, ROWS, 1.0), {"duplicates": "mask"}, "'mask' needs ids"),
+        (
+            inf_cl_loss,
+            (ROWS, ROWS, 1.0),
+            {"margin": 2.5},
+            "margin 2.5 is a difference of two cosines, between -2 and 2",
+        ),
         (matryoshka(inf_cl_loss, [2, 9]), (ROWS, ROWS, 1.0), {}, "width 9 is above the 8 dimensions"),
         (matryoshka, (inf_cl_loss, [4, 4]), {}, "widths 4 4 must ascend"),
         (matryoshka, (inf_cl_loss, [4, 8], [1, -1]), {}, "weights 1 -1 do not fit the widths 4 8"),
@@ -327,6 +365,7 @@ def _differ(rank, world_size):
         "same duplicates='mask'": lambda: inf_cl_loss(
             images, texts, 1.0, **group, **(masked if first else masked | {"duplicates": "positive"})
         ),
+        "same number of margin": lambda: inf_cl_loss(images, texts, 1.0, margin=0.1 if first else None, **group),
         "validity of inputs on every rank; ranks 0.. have [1, 0, 1]": lambda: info_nce_loss(
             images, texts, torch.arange(4) + (not first), 1.0, **group
         ),

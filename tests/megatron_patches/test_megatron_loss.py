@@ -13,6 +13,7 @@ CASES = [Case(name, ROWS, 12, 30.0, bias=-7.0, dtype=torch.float64) for name in 
 CASES.append(
     Case("inf_cl", ROWS, 12, 30.0, columns=3 * ROWS, captions=2, duplicates="positive", ids="few", dtype=torch.float64)
 )
+CASES += [Case(name, ROWS, 12, 30.0, bias=-7.0, dtype=torch.float64, margin=0.05) for name in ("inf_cl", "siglip")]
 
 
 def losses_of(rank, world_size, size):
@@ -23,7 +24,8 @@ def losses_of(rank, world_size, size):
     parallel, results = layout(size), []
     for case in CASES:
         group, seen = torch.distributed.group.WORLD, []
-        inner = ContrastiveLoss(case.name, group=group, captions=case.captions, duplicates=case.duplicates)
+        options = {"captions": case.captions, "duplicates": case.duplicates, "margin": case.margin}
+        inner = ContrastiveLoss(case.name, group=group, **options)
         inner.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(len(args[0])))
         loss = TensorParallelLoss(inner, parallel.tp_group) if size > 1 else inner
         batch = global_batch(case.on(parallel.dp_size))

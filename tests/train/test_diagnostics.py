@@ -13,6 +13,7 @@ from infcl.models.flops import forward_flops
 from infcl.report import read_metrics
 from infcl.train.diagnostics import (
     SampledLoss,
+    left_out_share,
     micro_batch_metrics,
     model_flops,
     peak_flops,
@@ -127,3 +128,10 @@ def test_peaks_by_device_name():
     known |= {"NVIDIA A10": 125e12, "NVIDIA L40S": 362e12, "NVIDIA GeForce RTX 4090": 165e12, "Other": None}
     assert {name: peak_flops(name, PRECISIONS["amp_bf16"]) for name in known} == known
     assert peak_flops("NVIDIA H200", PRECISIONS["fp32"]) is None
+
+
+def test_the_share_left_out_is_the_mean_of_rows_and_columns():
+    texts = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
+    images = torch.tensor([[0.8, 0.6], [0.8, 0.6], [0.8, 0.6]])  # cosines 0.8, 1, 0.6 in each row
+    assert float(left_out_share(images, texts, 0.1)) == pytest.approx((1 + 2) / 6 / 2)
+    assert float(left_out_share(images, texts, 1.0)) == 0

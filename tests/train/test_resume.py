@@ -24,6 +24,7 @@ RUNS = {  # flags; presets by their name
     "zero0": {},
     "zero2": {},
     "zero1, Matryoshka": {"matryoshka_widths": [8, 32], "matryoshka_weights": [1.0, 2.0]},
+    "zero1, margin": {"false_negative_margin": 0.05, "matryoshka_widths": [16, 64]},
     "zero1, T = 2": SPLIT,
     "zero1, batch norm": BY_OPEN_CLIP,
     "zero2, adafactor": {"opt": "adafactor", "wd": 0.1},
@@ -69,3 +70,5 @@ def test_a_resumed_run_continues_bit_for_bit(name, models, demo_folder, tmp_path
     lines = (tmp_path / "stopped" / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
     assert steps == [*range(1, 8), *range(6, 9)], "it did not continue after step 5"
+    shares = {record.get("micro_left_out_share") for record in map(json.loads, lines) if record["kind"] == "train"}
+    assert all(0 < share < 1 for share in shares) if "margin" in name else shares == {None}
