@@ -128,7 +128,8 @@ def ring_forward(
         positives: None, or if duplicates are positives (excess, weights). excess [2, b] is the term that the other
             positives add to the losses; weights [b] is 1 / number of positives, equal for row i and column i.
     """
-    matches, ring, cosines = setup.matches, setup.ring(), match_cosines(rows, columns, setup)
+    matches, ring = setup.matches, setup.ring()
+    cosines = None if setup.margin is None else match_cosines(rows, columns, setup)  # else last, where memory is free
     totals: tuple[Tensor, Tensor] | None = None  # number of positives of each row, sum of their cosines
     for hop, (block, *its) in ring.blocks(columns, *setup.travelling(cosines)):
         groups, limits = setup.entries(block, its, cosines)
@@ -148,6 +149,7 @@ def ring_forward(
             totals = (counts, sums) if totals is None else (totals[0] + counts, totals[1] + sums)
             if setup.both:
                 ring.carry("col_positives", hop, column_sums, Tensor.add_)
+    cosines = match_cosines(rows, columns, setup) if cosines is None else cosines
     others = torch.stack([row_others, *([ring.home("col_lse", merge_lse)] if setup.both else [])])
     losses = cross_entropies(others, cosines * scale)
     if totals is None:

@@ -75,24 +75,24 @@ class Setup(NamedTuple):
         masked = hop == 0 and self.matches is None
         return Blocks(rows, columns, scale, masked, self.options.workspace_bytes, groups, limits, self.tile.tf32)
 
-    def travelling(self, cosines: Tensor) -> list[Tensor]:
+    def travelling(self, cosines: Tensor | None) -> list[Tensor]:
         """Return what travels around the ring with this rank's columns, for `entries`: ids, and limits of columns.
 
         Args:
-            cosines: matched logits / scale, [r].
+            cosines: matched logits / scale, [r]; None without a margin.
         """
         ids = [] if self.duplicates is None else [self.duplicates.columns]
         return ids + ([self._limits(cosines)] if self.margin is not None and self.both else [])
 
     def entries(
-        self, block: Tensor, its: Sequence[Tensor], cosines: Tensor, weights: Tensor | None = None
+        self, block: Tensor, its: Sequence[Tensor], cosines: Tensor | None, weights: Tensor | None = None
     ) -> tuple[Groups | None, Limits | None]:
         """Return the entries of a block of columns that are no plain negatives.
 
         Args:
             block: the columns [c, D].
             its: what travelled with the block.
-            cosines: matched logits / scale of the own rows, [r].
+            cosines: matched logits / scale of the own rows, [r]; None without a margin.
             weights: see Groups.
         """
         groups = limits = None
@@ -104,9 +104,9 @@ class Setup(NamedTuple):
             limits = Limits(own, its[0] if self.both else own.new_full((len(block),), math.inf))
         return groups, limits
 
-    def _limits(self, cosines: Tensor) -> Tensor:
+    def _limits(self, cosines: Tensor | None) -> Tensor:
         """Return the largest cosines that count; those that equal the limit up to rounding count."""
-        assert self.margin is not None
+        assert self.margin is not None and cosines is not None, "a margin is relative to the matches"
         rounding = _ROUNDINGS * torch.finfo(cosines.dtype).eps * cosines.abs().clamp(min=1)
         return cosines + self.margin + rounding
 
