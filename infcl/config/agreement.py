@@ -8,6 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from infcl.config.json_file import parse_record
 from infcl.config.preset import preset_file
 from infcl.config.settings import TrainConfig, option_of
 
@@ -47,10 +48,8 @@ def _contents(option: str, path: str) -> dict[str, str]:
     except (OSError, ValueError):  # a name, like ViT-B-16 or open_clip:ViT-B-32
         return {option: path}
     try:
-        fields = json.loads(data)
+        fields = parse_record(data, dict, path)
     except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
         return {option: f"sha256 {hashlib.sha256(data).hexdigest()[:12]}"}
     return {f"{option} {key}": value for key, value in _leaves(fields).items()}
 

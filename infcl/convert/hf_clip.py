@@ -10,14 +10,19 @@ CLIPModel has a ViT that pools its class token and a causal text tower that pool
 rejected. Tested with transformers 5.23.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
+from typing_extensions import TypedDict
 
+from infcl.config.json_file import parse_record
 from infcl.models.config import CLIPConfig, TextConfig, VisionConfig, parse_model_config
+from infcl.models.open_clip_config import check_sizes
 
 _TOP = {
     "logit_scale": "logit_scale",
@@ -60,6 +65,17 @@ _TEXT = {
 }
 
 
+class _Tower(TypedDict, total=False):
+    """What is computed with in a section of CLIPModel's config.json; the config made from it checks the rest."""
+
+    hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    intermediate_size: int
+    vocab_size: int
+    hidden_act: str
+    layer_norm_eps: float
+
+
 def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename our weights to CLIPModel's names. Raises ValueError for a name without a counterpart."""
     out: dict[str, torch.Tensor] = {}
@@ -74,12 +90,18 @@ def to_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def from_hf(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename CLIPModel's weights to our names; drop position_ids and keep other unknown names."""
+    """Rename CLIPModel's weights to our names; drop position_ids and keep other unknown names.
+
+    Raises:
+        ValueError: a block's projections, which are one matrix here, differ in shape.
+    """
     left = {name: value for name, value in state_dict.items() if not name.endswith(".position_ids")}
     out = {}
     for ours, theirs in _names(state_dict).items():
         if left.keys() >= set(theirs):
             values = [left.pop(name) for name in theirs]
+            if len({value.shape for value in values}) > 1:
+                raise ValueError(f"{', '.join(theirs)} differ in shape")
             value = torch.cat(values) if len(values) > 1 else values[0]
             out[ours] = (value.T if ours in _TRANSPOSED else value).contiguous()
     return out | left
@@ -155,10 +177,12 @@ def from_hf_config(config: Mapping[str, Any], source: str) -> CLIPConfig:
     """
     if config.get("model_type") != "clip":
         raise ValueError(f"{source}: model_type {config.get('model_type')!r} is not transformers' CLIPModel ('clip')")
-    sections = []
+    check_sizes(dict(config), source)
+    given = {}
     for name in ("vision_config", "text_config"):
         older = config.get(f"{name}_dict")  # in old files, which takes precedence
-        sections.append((config.get(name) or {}) if older is None else older)
+        given[name] = (config.get(name) or {}) if older is None else older
+    sections: list[Any] = [*parse_record(json.dumps(given), dict[str, _Tower], source).values()]
     activations = {section.get("hidden_act", "quick_gelu") for section in sections}
     epsilons = {section.get("layer_norm_eps", 1e-5) for section in sections}
     if len(activations) > 1 or not activations <= {"quick_gelu", "gelu"} or epsilons != {1e-5}:

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from infcl.config.json_file import read_record
 from infcl.convert.hf_clip import from_hf, from_hf_config
 from infcl.data.tokenizer.source import described_in
 from infcl.models import build_towers, load_any_config
 from infcl.models.config import ModelConfig
-from infcl.models.open_clip_config import PREFIX, import_open_clip, parse_preprocess, read_object
+from infcl.models.open_clip_config import PREFIX, import_open_clip, parse_preprocess
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
@@ -149,6 +150,9 @@ def model_with(weights: Weights, cfg: ModelConfig) -> Any:
     has_bias = "logit_bias" in weights.state
     if has_bias != (cfg.init_logit_bias is not None):
         cfg = cfg.with_logit_bias(0.0 if has_bias else None)
+    with torch.device("meta"):
+        shapes = build_towers(cfg)
+    _fitted(shapes, weights)  # before a model that may be larger than its weights takes memory
     model = build_towers(cfg)
     load_tower(model, weights)
     return model
@@ -171,6 +175,16 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
     Raises:
         ValueError: with a list of keys that are missing, unexpected or of another shape, or of settings that differ.
     """
+    given, mine, changes = _fitted(model, weights, tower, model_name)
+    model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)
+    changes += ["logit_bias is not there: it begins as the loss's"] if mine.keys() - given.keys() else []
+    return changes + (["its logit_bias is left out"] if given.keys() - mine.keys() else [])
+
+
+def _fitted(
+    model: Any, weights: Weights, tower: str = "whole", model_name: str = ""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """Return a tower's weights, the model's own of the same names and shapes, and the changes."""
     ours = model.cfg.fixed_preprocess
     if weights.cfg is not None:
         _check_settings(model.cfg, weights.cfg, tower, weights.source)
@@ -180,7 +194,7 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
         state = {f"text.{name}" if _belongs(name, "text") else name: value for name, value in state.items()}
     given = {name: value for name, value in state.items() if _belongs(name, tower)}
     for name in SCALARS:
-        if name in given:
+        if name in given and given[name].numel() == 1:
             given[name] = given[name].reshape(1)
     changes = _fit_positions(given, mine)
     if not ours and tower != "text":
@@ -204,9 +218,7 @@ def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: s
         elif not mine.keys() & given.keys():
             lines.append("  (no name in common: choose the --model whose weights these are)")
         raise ValueError("\n".join(lines))
-    model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)
-    changes += ["logit_bias is not there: it begins as the loss's"] if mine.keys() - given.keys() else []
-    return changes + (["its logit_bias is left out"] if given.keys() - mine.keys() else [])
+    return given, mine, changes
 
 
 def resize_image_positions(positions: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -307,7 +319,7 @@ def _preprocessing(path: Path) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name, section in _PREPROCESSING.items():
         if (path / name).is_file():
-            fields = read_object(path / name)
+            fields = read_record(path / name, dict)
             fields = (fields.get(section) or {}) if section else fields
             said = {key.removeprefix("image_"): value for key, value in fields.items() if value is not None} | said
     return said
@@ -336,6 +348,8 @@ def _for_our_pixels(
     constant = (torch.tensor(IMAGE_MEAN, dtype=torch.float64) - torch.tensor(mean)) / torch.tensor(std)
     weight = state[convolution].double()  # [w, 3, p, p]
     moved = state[positions].double()  # [1 + g^2, w]
+    if weight.shape[1:2] != (3,) or weight.dim() != 4 or moved.shape[1:] != weight.shape[:1]:
+        return state  # of another model, which the comparison of shapes reports
     moved[1:] += weight.sum((2, 3)) @ constant
     changed = {convolution: weight * factor.view(3, 1, 1), positions: moved}
     return state | {name: value.float() for name, value in changed.items()}
@@ -346,4 +360,4 @@ def _folder_config(path: Path) -> ModelConfig | None:
         if (path / name).is_file():
             return load_any_config(path / name)
     theirs = path / "config.json"
-    return from_hf_config(read_object(theirs), str(theirs)) if theirs.is_file() else None
+    return from_hf_config(read_record(theirs, dict), str(theirs)) if theirs.is_file() else None

@@ -15,17 +15,17 @@ import math
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar
 
+from infcl.config.json_file import parse_record, read_record
 from infcl.models.open_clip_config import (
     BUILT_BY,
     CLEAN,
     PREFIX,
     OpenClipConfig,
+    check_sizes,
     load_open_clip_config,
     open_clip_config,
-    read_object,
 )
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
@@ -303,7 +303,7 @@ def load_any_config(name_or_path: str | Path) -> ModelConfig:
             path = path / "open_clip_config.json"
     if not path.is_file():
         raise ValueError(f"no model {str(name_or_path)!r}: not a file, and not one of {', '.join(list_models())}")
-    fields = read_object(path)
+    fields = read_record(path, dict)
     if fields.get("built_by") == BUILT_BY:
         return open_clip_config(fields, source=str(path))
     return parse_model_config(fields.get("model_cfg", fields), source=str(path))
@@ -319,42 +319,11 @@ def parse_model_config(fields: dict[str, Any], *, source: str = "model config") 
     Raises:
         ValueError: a key is unknown or missing, or a value is invalid.
     """
-    _check_keys(CLIPConfig, fields, source)
-    vision, text = dict(fields["vision_cfg"]), dict(fields["text_cfg"])
-    _check_keys(VisionConfig, vision, f"{source}: vision_cfg")
-    _check_keys(TextConfig, text, f"{source}: text_cfg")
-    if vision.get("conv_stem") is not None:
-        vision["conv_stem"] = tuple(tuple(entry) for entry in vision["conv_stem"])
+    check_sizes(fields, source)
     try:
-        return CLIPConfig(**{**fields, "vision_cfg": VisionConfig(**vision), "text_cfg": TextConfig(**text)})
+        return parse_record(json.dumps(fields), CLIPConfig, source, extra="forbid")
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
-
-
-def _check_keys(cls: type, fields: Any, where: str) -> None:
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where} must be a JSON object, not {type(fields).__name__}")
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    for key, value in fields.items():
-        if key not in known:
-            raise ValueError(
-                f"{where} has the unknown key {key!r}; known: {', '.join(known)} "
-                "(--model open_clip:NAME_OR_FILE lets open_clip build it)"
-            )
-        if type(value) not in _json_types(known[key].type):
-            expected = " or ".join(sorted({kind.__name__ for kind in _json_types(known[key].type)}))
-            raise ValueError(f"{where}: {key} is {value!r}, expected {expected}")
-    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
-
-
-def _json_types(annotation: Any) -> set[type]:
-    """Return the types that JSON may hold for a field: an int for a float, a list for a tuple, a dict for a tower."""
-    also: dict[Any, set[type]] = {float: {float, int}, tuple: {tuple, list}, VisionConfig: {dict}, TextConfig: {dict}}
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    kinds = [get_origin(kind) or kind for kind in kinds]
-    return {kind for each in kinds for kind in also.get(each, {each})}
+        raise ValueError(f"{error} (--model open_clip:NAME_OR_FILE builds towers of open_clip)") from error
 
 
 def _check_positive(cfg: Any, section: str, *names: str) -> None:

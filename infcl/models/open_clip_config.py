@@ -11,20 +11,23 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from infcl.config.json_file import parse_record, read_record
 from infcl.models.preprocess import Preprocess
 
 PREFIX = "open_clip:"
 BUILT_BY = "open_clip"  # marks the model_config.json of a run
 CLEAN = {"clean": "canonicalize"}  # tokenizer_kwargs: repair captions, then remove punctuation and capitals
-_TEXT_DEFAULTS: dict[str, Any] = {"context_length": 77, "vocab_size": 49408, "pad_id": 0, "eos_id": 2}
-_TEXT_DEFAULTS |= {"pool_type": "argmax", "hf_model_name": None, "tokenizer_kwargs": None}
-_TOWERS = {"vision_cfg": "image tower", "text_cfg": "text tower"}
+# Larger numbers in a config build a tower for hours, or overflow the size of a tensor, before anything checks memory.
+_MAX_LAYERS, _MAX_IDS, _MAX_CONTEXT, _MAX_SIZE = 1000, 1 << 24, 1 << 13, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,11 @@ class ImageInput:
 class TextInput:
     """Input of the text tower: int64 ids [m, context_length] below vocab_size."""
 
-    context_length: int
-    vocab_size: int
-    pad_id: int
-    eos_id: int
-    pool_type: str
+    context_length: int = 77
+    vocab_size: int = 49408
+    pad_id: int = 0
+    eos_id: int = 2
+    pool_type: str = "argmax"
     hf_model_name: str | None = None
     tokenizer_kwargs: dict[str, Any] | None = None
 
@@ -55,6 +58,21 @@ class TextInput:
     def end_id(self) -> int:
         """The id that ends a caption: the largest id if the tower pools there, else eos_id."""
         return self.vocab_size - 1 if self.pool_type == "argmax" and not self.hf_model_name else self.eos_id
+
+
+@dataclass(frozen=True)
+class _ImageFields:
+    image_size: int | tuple[int, int] = 224
+    patch_dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The part of model_cfg that the trainer reads."""
+
+    embed_dim: int
+    vision_cfg: _ImageFields
+    text_cfg: TextInput
 
 
 @dataclass(frozen=True)
@@ -81,44 +99,37 @@ class OpenClipConfig:
     loads_in_open_clip: ClassVar[bool] = True
 
     def __post_init__(self):
-        for part in ("vision_cfg", "text_cfg"):
-            if not isinstance(self.fields.get(part), dict):
-                raise ValueError(
-                    f"{self.source}: {part} of the {_TOWERS[part]} must be a JSON object, not {self.fields.get(part)!r}"
-                )
+        check_sizes(self.fields, self.source)
+        size = self._model.vision_cfg.image_size
         if "multimodal_cfg" in self.fields:
             raise ValueError(
                 f"{self.source} has a captioning decoder (multimodal_cfg, CoCa), which a contrastive loss does not "
                 "train; choose a model of two towers"
             )
-        size = self.fields["vision_cfg"].get("image_size", 224)
-        if isinstance(size, (list, tuple)) and len(set(size)) != 1:
+        if not isinstance(size, int) and size[0] != size[1]:
             raise ValueError(
                 f"{self.source}: the image tower takes images of {size} pixels; the loader makes square ones"
             )
-        for where, name, value in (
-            ("model", "embed_dim", self.fields.get("embed_dim")),
-            (_TOWERS["vision_cfg"], "vision_cfg.image_size", self.vision_cfg.image_size),
-            (_TOWERS["text_cfg"], "text_cfg.context_length", self.text_cfg.context_length),
-            (_TOWERS["text_cfg"], "text_cfg.vocab_size", self.text_cfg.vocab_size),
-        ):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{self.source}: {name} of the {where} must be a positive integer, not {value!r}")
+        for name in ("embed_dim", "vision_cfg.image_size", "text_cfg.context_length", "text_cfg.vocab_size"):
+            if (value := attrgetter(name)(self)) < 1:
+                raise ValueError(f"{self.source}: {name} {value} must be positive")
+
+    @cached_property
+    def _model(self) -> _Model:
+        return parse_record(json.dumps(self.fields), _Model, self.source)
 
     @property
     def embed_dim(self) -> int:
-        return self.fields["embed_dim"]
+        return self._model.embed_dim
 
     @property
     def vision_cfg(self) -> ImageInput:
-        fields = self.fields["vision_cfg"]
-        size = fields.get("image_size", 224)
-        return ImageInput(size[0] if isinstance(size, (list, tuple)) else size, fields.get("patch_dropout", 0.0))
+        size, dropout = self._model.vision_cfg.image_size, self._model.vision_cfg.patch_dropout
+        return ImageInput(size if isinstance(size, int) else size[0], dropout)
 
     @property
     def text_cfg(self) -> TextInput:
-        fields = self.fields["text_cfg"]
-        return TextInput(**{name: fields.get(name, default) for name, default in _TEXT_DEFAULTS.items()})
+        return self._model.text_cfg
 
     @property
     def init_logit_bias(self) -> float | None:
@@ -197,18 +208,7 @@ def load_open_clip_config(name_or_path: str) -> OpenClipConfig:
                 f"--model {name_or_path}: not a file, and not a model that is built into open_clip; "
                 "`python -c 'import open_clip; print(open_clip.list_models())'` lists them"
             )
-    return open_clip_config(read_object(path), source=name_or_path)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError with the file's name if it is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a JSON object, not {type(content).__name__}")
-    return content
+    return open_clip_config(read_record(path, dict), source=name_or_path)
 
 
 def open_clip_config(whole: dict[str, Any], *, source: str) -> OpenClipConfig:
@@ -217,18 +217,32 @@ def open_clip_config(whole: dict[str, Any], *, source: str) -> OpenClipConfig:
     return OpenClipConfig(source, whole.get("model_cfg", whole), preprocess)
 
 
+def check_sizes(fields: Any, source: str) -> None:
+    """Raise ValueError for a number in a model's JSON object that no model has, or that is not finite."""
+    for place, number in _numbers(fields, ""):
+        name = place.rpartition(".")[2]
+        limit = _MAX_IDS if name == "vocab_size" or name.endswith("_id") else _MAX_SIZE
+        limit = _MAX_LAYERS if "layer" in name else _MAX_CONTEXT if name == "context_length" else limit
+        if not abs(number) <= limit:
+            raise ValueError(f"{source}: {place[1:]} is {str(number)[:20]}; at most {limit:,} is supported")
+
+
+def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
+    """Yield (".vision_cfg.width", 768), ... of a JSON value."""
+    if isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else [("", inner) for inner in value]:
+            yield from _numbers(inner, f"{place}.{key}" if key else place)
+    elif isinstance(value, int | float):
+        yield place, value
+
+
 def parse_preprocess(fields: dict[str, Any], source: str) -> Preprocess:
     """Parse a preprocess_cfg, without the keys that the trainer does not use.
 
     Raises:
         ValueError: a value is invalid; the message begins with `source`.
     """
-    known = {field.name for field in dataclasses.fields(Preprocess)}
-    given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items() if n in known}
-    try:
-        return Preprocess(**given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source}: preprocessing: {error}") from error
+    return parse_record(json.dumps(fields), Preprocess, f"{source}: preprocessing")
 
 
 def open_clip_folder() -> Path:
@@ -277,7 +291,9 @@ def hugging_face_config(name: str, source: str) -> Any:
     try:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        check_sizes({key: value for key, value in config.to_dict().items() if "layer" in key}, where)
+        return config
     except ImportError as error:
         raise ValueError(f"{where} needs transformers: pip install transformers ({error})") from error
     except (OSError, ValueError, RuntimeError) as error:

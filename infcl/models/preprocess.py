@@ -43,8 +43,8 @@ class Preprocess:
             raise ValueError(f"preprocess_cfg: mean {self.mean} and std {self.std} need three numbers each, std > 0")
 
 
-def _is_three_numbers(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 3 and all(isinstance(number, (int, float)) for number in value)
+def _is_three_numbers(value: tuple[float, ...]) -> bool:
+    return len(value) == 3 and all(abs(number) < float("inf") for number in value)
 
 
 CLIP_PREPROCESS = Preprocess()

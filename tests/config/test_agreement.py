@@ -46,3 +46,8 @@ def test_another_tokenizer_is_seen_by_its_bytes(tmp_path):
     (tmp_path / "b").write_bytes(b"\x00\xff2")
     one, other = (TrainConfig(tokenizer=str(tmp_path / name)) for name in "ab")
     assert compare(one, one) == [] and "--tokenizer: sha256 " in compare(one, other)[0]
+
+
+def test_a_model_of_any_depth_is_compared_by_its_bytes(tmp_path):
+    (tmp_path / "deep").write_text("[" * 100_000)
+    assert settings_of(TrainConfig(model=str(tmp_path / "deep")))["--model"].startswith("sha256 ")

@@ -1,5 +1,6 @@
 """Others' weights into these towers: every kind of source gives its features; what does not fit is reported in full."""
 
+import dataclasses
 import json
 import random
 from unittest import mock
@@ -14,6 +15,7 @@ from infcl.convert.hf_clip import from_hf_config
 from infcl.convert.import_weights import (
     Weights,
     load_pretrained,
+    model_with,
     read_weights,
     resize_image_positions,
     weights_preprocess,
@@ -334,3 +336,46 @@ def test_import_writes_the_weights_for_another_program(source, tmp_path, capsys)
     for folder in (out, tmp_path / "again"):
         state = load_exported(folder)[0].state_dict()
         assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
+
+
+def test_weights_that_do_not_fit_are_reported_before_a_model_takes_memory(source, tmp_path, monkeypatch):
+    """The config is larger than the weights by 64 GB; scalars of seven elements, kernels without channels."""
+    large, built = dataclasses.replace(source.cfg, embed_dim=1 << 16), []
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "normal_", lambda tensor, *_, **__: built.append(tensor.device.type))
+        with pytest.raises(ValueError, match=r"mismatched: .*visual\.proj is \[48, 24\], needed \[48, 65536\]"):
+            model_with(Weights(dict(source.state_dict()), large, "w"), large)
+    assert set(built) == {"meta"}
+    for name, value in (
+        ("logit_scale", torch.zeros(7)),
+        ("visual.conv1.weight", torch.zeros(48, 3)),
+        ("visual.positional_embedding", torch.tensor(1.0)),
+        ("positional_embedding", torch.tensor(1.0)),
+    ):
+        state = source.state_dict() | {name: value}
+        with pytest.raises(ValueError, match=rf"mismatched: {name} is "):
+            model_with(Weights(state, source.cfg, "w", (0.5,) * 3, (0.5,) * 3), source.cfg)
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("vision_config", {"hidden_size": "x"}),
+        ("vision_config", {"hidden_size": 0}),
+        ("vision_config", {"num_attention_heads": 0}),
+        ("vision_config", {"num_hidden_layers": 10**9}),
+        ("vision_config", {"hidden_act": ["gelu"]}),
+        ("vision_config", {"patch_size": None}),
+        ("text_config", {"vocab_size": "x"}),
+        ("text_config", {"intermediate_size": [1]}),
+        ("text_config", {"pad_token_id": [1]}),
+    ],
+)
+def test_a_strangers_clip_model_config_is_one_line(section, fields, tmp_path):
+    write("hf", seeded(config(), 1), tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    whole[section] |= fields
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=r"config\.json: ") as wrong:
+        read_weights(tmp_path)
+    assert "\n" not in str(wrong.value)

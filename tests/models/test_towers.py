@@ -1,12 +1,15 @@
 """The towers by themselves: precision, recomputation, pooling, freezing, configs, flops. Parity has its own file."""
 
+import json
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from infcl.models import CLIP, forward_flops, list_models, load_model_config
+from infcl.models import CLIP, forward_flops, list_models, load_any_config, load_model_config
 from infcl.models.config import parse_model_config
+from infcl.models.open_clip_config import check_sizes, open_clip_folder
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, normalize_pixels
 from infcl.models.vision import drop_patches, patches_times
 from tests.lib.loss_oracle import relative_error
@@ -231,10 +234,10 @@ def test_configs_survive_a_round_trip_through_json(name, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"custom_text": True}, "unknown key 'custom_text'"),
-        ({"vision_cfg": {"timm_model_name": "x"}}, "vision_cfg has the unknown key 'timm_model_name'"),
+        ({"custom_text": True}, "unknown key 'custom_text'.*open_clip:"),
+        ({"vision_cfg": {"timm_model_name": "x"}}, "unknown key 'vision_cfg.timm_model_name'"),
         ({"vision_cfg": {"image_size": 30}}, "image_size 30 is not a multiple of patch_size 8: 6 pixels"),
-        ({"vision_cfg": {"image_size": [32, 32]}}, r"image_size is \[32, 32\], expected int"),
+        ({"vision_cfg": {"image_size": [32, 32]}}, r"image_size is \[32, 32\]: .*integer"),
         ({"vision_cfg": {"width": 40}}, "width 40 is not a multiple of head_width 16"),
         ({"vision_cfg": {"patch_dropout": 1.0}}, "patch_dropout 1.0 must lie in"),
         ({"vision_cfg": {"conv_stem": [[48, 4, 4]]}}, "strides multiply to 4, patch_size is 8"),
@@ -245,7 +248,7 @@ def test_configs_survive_a_round_trip_through_json(name, tmp_path):
         ({"text_cfg": {"pool_type": "first"}}, "set no_causal_mask"),
         ({"text_cfg": {"eos_id": 90}}, r"eos_id 90 must lie in \[0, vocab_size 90\)"),
         ({"text_cfg": {"layers": 0}}, "layers 0 must be positive"),
-        ({"init_logit_bias": "high"}, "init_logit_bias is 'high', expected NoneType or float or int"),
+        ({"init_logit_bias": "high"}, "init_logit_bias is 'high': .*number"),
     ],
 )
 def test_wrong_configs_are_errors_with_the_numbers(fields, message):
@@ -263,10 +266,10 @@ def test_overrides_replace_what_is_given_and_are_validated():
 def test_errors_of_a_config_file_name_the_file(tmp_path):
     path = tmp_path / "broken.json"
     path.write_text('{"embed_dim": 8, "vision_cfg": {"depth": 3}, "text_cfg": {}}')
-    with pytest.raises(ValueError, match=r"broken\.json: vision_cfg has the unknown key 'depth'"):
+    with pytest.raises(ValueError, match=r"broken\.json: unknown key 'vision_cfg\.depth'"):
         load_model_config(path)
     path.write_text('{"embed_dim": 8}')
-    with pytest.raises(ValueError, match=r"broken\.json lacks vision_cfg, text_cfg"):
+    with pytest.raises(ValueError, match=r"broken\.json: vision_cfg is missing"):
         load_model_config(path)
     with pytest.raises(ValueError, match="no model 'ViT-Z-1'.*ViT-L-14"):
         load_model_config("ViT-Z-1")
@@ -299,3 +302,59 @@ def _counted(model, inputs):
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model.eval()(**inputs)
     return counter.get_total_flops()
+
+
+def with_number(text: str, **place: str) -> str:
+    """The text of a model's JSON with a number as it is written, which Python could not hold."""
+    ((section, name),) = place.items()
+    fields = {key: {**value, name: "NUMBER"} if key == section else value for key, value in FIELDS.items()}
+    return json.dumps(fields | ({name: "NUMBER"} if section == "top" else {})).replace('"NUMBER"', text)
+
+
+def with_preprocess(fields) -> str:
+    return json.dumps({"built_by": "open_clip", "model_cfg": FIELDS, "preprocess_cfg": fields})
+
+
+HOSTILE = {
+    "a billion layers": with_number("1000000000", vision_cfg="layers"),
+    "a billion layers of text": with_number("1000000000", text_cfg="layers"),
+    "layers of stages": with_number("[3, 4, 1000000000, 3]", vision_cfg="layers"),
+    "width": with_number("3200000000", vision_cfg="width"),
+    "width of 70 bits": with_number(str(2**70), vision_cfg="width"),
+    "width of 4000 digits": with_number("9" * 4000, vision_cfg="width"),
+    "embedding": with_number(str(2**62), top="embed_dim"),
+    "vocabulary": with_number(str(2**50), text_cfg="vocab_size"),
+    "context": with_number(str(2**40), text_cfg="context_length"),
+    "image": with_number(str(2**44), vision_cfg="image_size"),
+    "ratio": with_number("1e999", vision_cfg="mlp_ratio"),
+    "ratio of NaN": with_number("NaN", vision_cfg="mlp_ratio"),
+    "ratio of 1e30": with_number("1e30", vision_cfg="mlp_ratio"),
+    "bias": with_number("-1e999", top="init_logit_bias"),
+    "stem": with_number("[[1000000000, 4, 4], [48, 2, 2]]", vision_cfg="conv_stem"),
+    "deep list": "[" * 100_000,
+    "deep object": '{"vision_cfg":' * 100_000,
+    "deep value": with_number("[" * 100_000 + "]" * 100_000, text_cfg="tokenizer_kwargs"),
+    "list": "[]",
+    "no towers": '{"model_cfg": [1]}',
+    "tower": '{"embed_dim": 8, "vision_cfg": [], "text_cfg": 3}',
+    "kwargs": with_number("[1]", text_cfg="tokenizer_kwargs"),
+    "id": with_number('"x"', text_cfg="pad_id"),
+    "pooling": with_number("3", text_cfg="pool_type"),
+    "preprocessing": with_preprocess([1]),
+    "mean": with_preprocess({"mean": [float("inf"), 0, 0]}),
+    "colour": with_preprocess({"fill_color": "x"}),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "open_clip:"])
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_strangers_config_is_one_line_before_a_tower_is_built(text, prefix, tmp_path):
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.json") as wrong:
+        load_any_config(f"{prefix}{tmp_path}/model.json")
+    assert "\n" not in str(wrong.value) and len(str(wrong.value)) < 3 * len(str(tmp_path)) + 300
+
+
+def test_the_configs_of_open_clip_are_within_the_bounds():
+    for path in sorted((open_clip_folder() / "model_configs").glob("*.json")):
+        check_sizes(json.loads(path.read_text()), path.name)
