@@ -20,6 +20,7 @@ if __name__ == "__main__" or sys.argv[0].endswith("infcl-train"):
 
 from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.config import parse_args
+from infcl.config.redaction import redact_output
 from infcl.parallel import read_environment
 from infcl.parallel.process import end_process
 from infcl.train.build import join, resolve_inputs
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None, *, noted: list[int] | None = None) -> in
     argv = sys.argv[1:] if argv is None else argv
     if read_environment()[0] != 0 and {"-h", "--help"} & set(argv):
         return 0  # rank 0 prints it
+    redact_output()
     return run("pretrain_clip.py", lambda: build(argv, noted), debug="--debug" in argv)
 
 

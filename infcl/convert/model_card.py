@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infcl.checkpoint.run_folder import RunFolder
+from infcl.config.redaction import redacted
 from infcl.data.tokenizer.source import TokenizerSource
 from infcl.models import build_towers
 from infcl.models.config import ModelConfig
@@ -104,7 +105,7 @@ def _model_rows(cfg: ModelConfig, widths: Sequence[int]) -> dict[str, object]:
 def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if flags.get("train_data"):
-        rows["data"] = ", ".join("/".join(part.split("/")[-2:]) for part in str(flags["train_data"]).split("::"))
+        rows["data"] = ", ".join("/".join(part.split("/")[-2:]) for part in redacted(flags["train_data"]).split("::"))
     if card.get("steps"):
         rows |= {"samples seen": f"{card['samples_seen']:,}", "steps": f"{card['steps']:,}"}
         rows["batch"] = f"{card['samples_seen'] // card['steps']:,} samples, one loss over all of them"

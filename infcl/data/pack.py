@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from infcl.config import OneLineParser, counted
+from infcl.config.redaction import redact_output
 from infcl.data.images import IMAGE_SUFFIXES
 from infcl.data.index import DEFAULT_KEYS
 from infcl.data.plan import random_order
@@ -125,6 +126,7 @@ def _first(first: dict[str, bytes], others: Iterator[dict[str, bytes]], count: i
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    redact_output()
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["index"]:
         return index(arguments)

@@ -21,6 +21,7 @@ from itertools import chain
 import numpy as np
 
 from infcl.config import OneLineParser, counted
+from infcl.config.redaction import check_text, redact_output
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, Shard, ensure_index
 from infcl.data.storage import ShardFault, is_remote, open_lines
 
@@ -82,9 +83,16 @@ def find_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[
 
 
 def split_sources(urls: str | Sequence[str]) -> list[str]:
-    """Return the `::` parts of `urls`; each line of an `@FILE` is a part. Each part has one upsampling factor."""
+    """Return the `::` parts of `urls`; each line of an `@FILE` is a part. Each part has one upsampling factor.
+
+    Raises:
+        ValueError: an `@FILE` cannot be read, or a url has a password.
+    """
     names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in _SOURCES.split(url) if name]
-    return [name for source in names for name in (_names_in(source[1:]) if source[:1] == "@" else [source])]
+    found = [name for source in names for name in (_names_in(source[1:]) if source[:1] == "@" else [source])]
+    for name in filter(is_remote, found):
+        check_text(f"one of the {len(found)} urls", name)
+    return found
 
 
 def _names_in(path: str) -> list[str]:
@@ -191,6 +199,7 @@ def load_manifest(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    redact_output()
     parser = OneLineParser(prog="python -m infcl.data.shards", description="Build the index of each shard.")
     parser.add_argument("command", choices=["index"])
     parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs, folders or @FILE")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from infcl.config import counted
+from infcl.config.redaction import check_text, redacted
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
 from infcl.data.shards import check_factors, split_sources
@@ -136,6 +137,11 @@ def read_image(path: str) -> bytes:
     """Return the bytes of an image file. Raises ShardFault."""
     if path.startswith("pipe:"):  # a table is data and must not run a command
         raise ShardFault("missing_image_file", f"{path!r} is no file")
+    if is_remote(path):
+        try:
+            check_text(redacted(path), path)
+        except ValueError as error:
+            raise ShardFault("url_rejected", str(error)) from None
 
     def attempt() -> bytes:
         data = bytearray()

@@ -18,6 +18,7 @@ import torch
 
 from infcl.checkpoint.run_folder import run_of
 from infcl.config import CAPTIONS, LOSS_NAMES, OneLineParser, TrainConfig, aligned, counted
+from infcl.config.redaction import redact_output, redacted
 from infcl.data.evaluation import RESIZES, EvalConfig
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -36,6 +37,7 @@ PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    redact_output()
     args = _parser().parse_args(arguments)
     rank = read_environment()[0]
     try:
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_mistake("infcl.evaluate", error)
     if rank == 0:
         print(table(result), flush=True)
-        line = json.dumps(result)
+        line = redacted(json.dumps(result))
         try:
             with open(args.out, "a", encoding="utf-8") if args.out else contextlib.nullcontext(sys.stdout) as file:
                 print(line, file=file, flush=True)

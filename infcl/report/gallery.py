@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 
+from infcl.config.redaction import redacted
 from infcl.report.records import Run
 
 QUERIES, TOP = 6, 5
@@ -51,7 +52,7 @@ def retrieval_gallery(run: Run) -> Gallery | str:
     try:
         return _gallery(run, data)
     except (ValueError, FileNotFoundError):
-        return f"No gallery: the validation data ({data}) is not there (a relative path is looked for from here)."
+        return f"No gallery: the --val-data {redacted(data)} is not there (a relative path is looked for from here)."
 
 
 def _gallery(run: Run, data: str) -> Gallery | str:
@@ -70,7 +71,7 @@ def _gallery(run: Run, data: str) -> Gallery | str:
     captioned = ((sample.image, caption) for sample in source() if (caption := _caption(sample.captions)))
     samples = list(islice(captioned, limit))
     if len(samples) < 2:
-        return f"No gallery: {data} has no captioned pictures."
+        return f"No gallery: {redacted(data)} has no captioned pictures."
     pixels, captions = torch.stack([image for image, _ in samples]), [caption for _, caption in samples]
     with torch.no_grad():
         outputs = [model(pixels[i : i + 32], tokenize(captions[i : i + 32])) for i in range(0, len(pixels), 32)]

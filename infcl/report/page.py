@@ -12,6 +12,7 @@ from statistics import mean, median
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from infcl.config import TrainConfig, counted, option_of, shown_seconds
+from infcl.config.redaction import redacted
 from infcl.report.charts import evaluation_charts, train_charts
 from infcl.report.drawing import draw_svg
 from infcl.report.gallery import retrieval_gallery
@@ -141,4 +142,4 @@ def _median(run: Run, key: str) -> float:
 
 
 def _value(value: object) -> str:
-    return value if isinstance(value, str) else "–" if value is None else json.dumps(value)
+    return redacted(value) if isinstance(value, str) else "–" if value is None else json.dumps(value)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from infcl.checkpoint.run_folder import RunFolder, why_not_written
 from infcl.config import TrainConfig, aligned, shown_seconds
+from infcl.config.redaction import redacted
 from infcl.report.records import read_records
 from infcl.train.observers import Step
 
@@ -156,7 +157,7 @@ class WandbSink:
             id=identity.read_text().strip(),
             resume="allow",
             dir=str(run),
-            config=json.loads((run / "config.json").read_text()),
+            config=json.loads(redacted(json.dumps(RunFolder(run).flags()))),
         )
         self.run.define_metric("samples_seen")
         self.run.define_metric("*", step_metric="samples_seen")

@@ -3,8 +3,11 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
+import sys
+import traceback
 
 import pytest
 
@@ -18,6 +21,7 @@ from infcl.config import (
     total_steps,
 )
 from infcl.config.preset import read_preset
+from infcl.config.redaction import redact_output, redacted
 from tests.lib.checkout import ROOT
 
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
@@ -237,7 +241,7 @@ def test_a_run_begins_with_the_flags_of_another(tmp_path):
 def test_an_invalid_config_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="No such"):
         parse_args(["--config", str(tmp_path / "config.json")])
-    for content, message in (("[]", "not the config.json"), ("{", "not a JSON"), ('{"lrr": 1}', "no setting lrr")):
+    for content, message in (("[]", "the record is"), ("{", "not JSON"), ('{"lrr": 1}', "unknown key 'lrr'")):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             parse_args(["--config", str(tmp_path / "config.json")])
@@ -256,3 +260,30 @@ def test_a_recipe_is_a_config(recipe):
     given = json.loads(recipe.read_text())
     assert {name: getattr(config, name) for name in given} == given
     assert not config.global_batch_size % config.batch_size
+
+
+@pytest.mark.parametrize("flag", ["--name", "--logs", "--train-data", "--wandb-project-name"])
+def test_a_flag_that_is_not_utf8_is_rejected(flag):
+    with pytest.raises(ValueError, match=rf"{flag} 'a.udcff' is not UTF-8"):
+        parse_args([*SYNTHETIC, flag, os.fsdecode(b"a\xff")])
+
+
+SECRET = "https://me:hunter2@host/0.tar and s3://b/0.tar?a=1&X-Amz-Signature=hunter2, (https://hunter2@h/?sig=hunter2)"
+
+
+def test_what_a_program_prints_hides_the_passwords_and_tokens_of_urls(capsys):
+    shown = "https://***@host/0.tar and s3://b/0.tar?a=***&X-Amz-Signature=***, (https://***@h/?sig=***)"
+    assert redacted(SECRET) == shown
+    for harmless in ("--lr 3? yes=no a@b.c", "https://host:8080/a@b/0.tar", "what? a = b & c", "s3://b/{0..3}.tar::x"):
+        assert redacted(harmless) == harmless
+    for _ in range(2):  # the second changes nothing
+        redact_output()
+    print(SECRET)
+    print(SECRET, file=sys.stderr)
+    logging.StreamHandler().handle(logging.makeLogRecord({"msg": SECRET}))
+    try:
+        raise OSError(SECRET)
+    except OSError:
+        traceback.print_exc()
+    for printed in capsys.readouterr():
+        assert shown in printed and "hunter2" not in printed

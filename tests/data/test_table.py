@@ -199,3 +199,10 @@ def test_packed_shards_hold_the_images_as_they_are_with_their_captions(table, tm
     with pytest.raises(SystemExit):
         main(["pack", str(source), "--out", str(tmp_path / "a")])
     assert "has shards already" in capsys.readouterr().err
+
+
+def test_a_password_in_a_row_is_a_bad_sample_whose_message_hides_it(table):
+    with open(table, "a") as file:
+        file.write("9\tsecret\thttps://me:hunter2@127.0.0.1/x.png\n")
+    (record,) = TableReader(str(table)).read(np.array([7]))
+    assert record.fault.cause == "url_rejected" and "hunter2" not in str(record.fault)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infcl.config import OneLineParser
+from infcl.config.redaction import redact_output
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import ShardReader
 from infcl.data.shards import load_manifest
@@ -14,6 +15,7 @@ from infcl.data.tokenizer.learn import captions_of, train_tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    redact_output()
     parser = OneLineParser(prog="python -m infcl.data.tokenizer", description="Learn a tokenizer from shards.")
     parser.add_argument("command", choices=["train"])
     parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder; tables")
