@@ -53,16 +53,16 @@ def decode_captions(
         raise BadSample("no_caption")
     else:
         found = _json_captions(parse_json(record.json), keys, random)
-        # a lone surrogate becomes '?'
-        texts = [decode_text(text.encode("utf-8", "replace"), max_bytes, notes) for text in found]
+        texts = [decode_text(text, max_bytes, notes) for text in found]
     captions = [text for text in texts if is_caption(text)]
     if not captions:
         raise BadSample("empty_caption")
     return captions, notes
 
 
-def decode_text(raw: bytes, max_bytes: int, notes: list[str]) -> str:
-    """Decode UTF-8, cut after `max_bytes`; append to `notes` what was changed."""
+def decode_text(raw: bytes | str, max_bytes: int, notes: list[str]) -> str:
+    """Decode UTF-8, cut after `max_bytes`; append to `notes` what was changed. A lone surrogate of JSON becomes '?'."""
+    raw = raw.encode("utf-8", "replace") if isinstance(raw, str) else raw
     if len(raw) > max_bytes:
         notes.append("caption_cut")
     # an incremental decoder drops a character that the cut splits, instead of replacing it

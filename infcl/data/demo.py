@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from infcl.config import OneLineParser
+from infcl.config.json_file import read_record
 from infcl.data.plan import draw, random_order, uniforms
 from infcl.data.records import ShardReader
 from infcl.data.shards import load_manifest
@@ -97,7 +98,7 @@ def prepare_demo(folder: str | os.PathLike, *, num_train: int = 16384, seed: int
             os.replace(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    if (found := json.loads(finished.read_text())) != parameters:
+    if (found := read_record(finished, dict)) != parameters:
         raise ValueError(f"{folder} holds a demo data set of {found}, not {parameters}: remove it, or use another")
     if not model.exists():
         reader = ShardReader(load_manifest(str(folder / "train")))

@@ -21,7 +21,7 @@ import torch
 
 from infcl.config import TrainConfig
 from infcl.config.checks import is_table
-from infcl.data.captions import decode_captions, parse_json
+from infcl.data.captions import decode_captions, decode_text, parse_json
 from infcl.data.config import columns_of, limits_of
 from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_image, reject_damage
 from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
@@ -178,7 +178,7 @@ class EvalSamples:
         listed = metadata.get("captions")
         for keys in (self.keys, DEFAULT_KEYS):
             if keys.json_text is None and isinstance(listed, list):
-                return [text for text in listed if isinstance(text, str)]
+                return [decode_text(text, MAX_TEXT_BYTES, []) for text in listed if isinstance(text, str)]
             with contextlib.suppress(BadSample):
                 return decode_captions(record, keys, max_bytes=MAX_TEXT_BYTES, lines=self.lines)[0]
         return []

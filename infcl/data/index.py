@@ -108,7 +108,8 @@ def find_samples(
 
     Returns:
         Key of the sample -> offsets and lengths of its members, see COLUMNS, in the order of the tar;
-        cause -> keys of samples that lost a member ("duplicate_member", "dotted_name");
+        cause -> keys of samples that lost a member ("duplicate_member", "dotted_name") or have no image ("no_image"),
+        then with the extensions that they have instead;
         description of the tar's damage, or None.
 
     Raises:
@@ -122,10 +123,12 @@ def find_samples(
     used: dict[str, list[int]] = {}  # which of the alternatives each of the three members of a sample is
     bad_keys: dict[str, list[str]] = {"duplicate_member": [], "dotted_name": []}
     dotted: tuple[set[str], set[str]] = set(), set()  # names of images and captions with a second dot: a.5x.jpg
+    others: dict[str, set[str]] = {}  # extensions of the members that are not used
     damage: list[str] = []
     for name, offset, size in tar_members(pread, file_bytes, damage):
         key, extension = split_name(name)
         if extension not in kinds:
+            others.setdefault(key, set()).add(extension)
             inner, _, last = extension.rpartition(".")
             if inner and last in kinds:
                 dotted[kinds[last][0] > 0].add(f"{key}.{inner}")
@@ -136,6 +139,10 @@ def find_samples(
             bad_keys["duplicate_member"].append(key)
         elif (found[kind] == ABSENT or alternative < found[kind]) and (kind != 2 or size <= MAX_JSON_BYTES):
             row[2 * kind : 2 * kind + 2], found[kind] = (offset, size), alternative
+    for key in [key for key, row in rows.items() if row[0] == ABSENT]:
+        del rows[key]
+        met = f" (it has {', '.join(sorted(others[key]))})" if key in others else ""
+        bad_keys.setdefault("no_image", []).append(key + met)
     bad_keys["dotted_name"] += sorted(dotted[0] & dotted[1])
     what = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
     return rows, bad_keys, what or None
@@ -153,9 +160,7 @@ def scan_shard(path: str, keys: SampleKeys) -> tuple[Shard, np.ndarray]:
         rows, bad_keys, damage = find_samples(pread, file.file_bytes, path, keys)
     usable = []
     for key, row in rows.items():
-        if row[0] == ABSENT:
-            bad_keys.setdefault("no_image", []).append(key)
-        elif row[2] == row[4] == ABSENT:
+        if row[2] == row[4] == ABSENT:
             bad_keys.setdefault("no_caption", []).append(key)
         elif row[1] > MAX_IMAGE_BYTES:
             bad_keys.setdefault("image_file_too_large", []).append(key)
@@ -173,6 +178,9 @@ def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -
     The sidecar is `PATH.infcl.idx`. If the shard is remote or its folder is read-only, the sidecar is in `cache_folder`
     (default ~/.cache/infcl/index). Writes are atomic, so processes that race write the same file. Keys other than
     DEFAULT_KEYS have their own sidecar, because another run with other keys may use the same shard at the same time.
+
+    Raises:
+        ShardFault: the shard cannot be read, or its index cannot be stored anywhere.
     """
     file = retry(lambda: open_shard(path), path)
     file.close()
@@ -180,7 +188,7 @@ def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -
     digest = _digest(path if is_remote(path) else os.path.abspath(path))
     is_default = (keys.image, keys.text) == (DEFAULT_KEYS.image, DEFAULT_KEYS.text)
     of_keys = "" if is_default else f".{_digest(f'{keys.image} {keys.text}')[:8]}"
-    folder = Path(cache_folder) if cache_folder else Path.home() / ".cache" / "infcl" / "index"
+    folder = Path(cache_folder) if cache_folder else Path(os.path.expanduser("~/.cache/infcl/index"))
     sidecars = [folder / f"{digest}{of_keys}.idx"]
     if not is_remote(path):
         sidecars.insert(0, Path(path + of_keys + _SIDECAR))
@@ -195,8 +203,12 @@ def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -
         with contextlib.suppress(OSError):  # a read-only or full data set folder
             write_atomic(sidecar, content)
             return shard._replace(index_path=str(sidecar))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(sidecars[-1], content)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(sidecars[-1], content)
+    except OSError as error:
+        why = f"the index of {path} cannot be stored in {folder} ({error.strerror}): set --index-cache"
+        raise ShardFault("index_not_stored", why) from None
     return shard._replace(index_path=str(sidecars[-1]))
 
 

@@ -6,6 +6,7 @@ A task is built and checked before training starts, so that missing files and un
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -86,7 +87,7 @@ class Task(ABC):
     def run(
         self, encode: Encode, parallel: Parallel, scalar_values: ScalarValues = lambda returned: returned
     ) -> dict[str, float]:
-        """Return the metrics of all ranks, and num_skipped: samples without a usable image or target. Collective.
+        """Return the metrics of all ranks, and num_skipped, in all and by cause. Collective.
 
         Args:
             encode: (images on the device or None, texts on the host or None) -> features dict, through the engine.
@@ -98,9 +99,11 @@ class Task(ABC):
         usable = self._usable(samples)
         batches = map(self.collate, iter(lambda: list(islice(usable, self.batch_size)), []))
         metrics = self.metrics(encode, batches, scalar_values, **where)
-        skipped = torch.tensor([samples.skipped.total()], device=parallel.device)
-        dist.all_reduce(skipped, group=parallel.dp_group)
-        return metrics | {"num_skipped": int(skipped)}
+        everyone: list[Counter[str]] = [Counter()] * parallel.dp_size
+        dist.all_gather_object(everyone, samples.skipped, group=parallel.dp_group)
+        skipped = sum(everyone, Counter())
+        causes = {f"num_skipped_{cause}": count for cause, count in sorted(skipped.items()) if count}
+        return metrics | {"num_skipped": skipped.total()} | causes
 
     def _usable(self, samples: EvalSamples) -> Iterator[tuple[torch.Tensor, Any]]:
         """Yield the images that have a target, and count the others as skipped."""

@@ -126,3 +126,10 @@ def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(fau
     assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
     assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}
     assert not (faulty / "executed").exists()
+
+
+def test_a_lone_surrogate_of_a_json_caption_becomes_a_question_mark(tmp_path):
+    (tmp_path / "x.png").write_bytes(encode(picture(2)))
+    (tmp_path / "c.jsonl").write_text('{"image": "x.png", "captions": ["a\\ud800b", "\\ud83d\\ude00"]}\n')
+    (sample,) = eval_samples(str(tmp_path / "c.jsonl"), image_size=8)
+    assert sample.captions == ["a?b", "\U0001f600"]

@@ -216,13 +216,21 @@ def test_indexing_a_file_without_samples_is_a_usage_error(tmp_path, capsys):
 
 
 def test_indexing_says_which_samples_are_left_out(tmp_path, capsys):
-    members = [*three_pairs(), ("x\u00e9\x1b.txt", b"a"), ("y.jpg", b"a"), *[(f"z{i}.txt", b"a") for i in range(30)]]
+    members = [
+        *three_pairs(),
+        *[(f"x\u00e9\x1b.{kind}", b"a") for kind in ("npy", "txt", "gif")],
+        ("y.jpg", b"a"),
+        *[(f"z{i}.txt", b"a") for i in range(30)],
+    ]
     write_tar(tmp_path / "0.tar", members)
     for _ in range(2):  # built, then read
         main(["index", str(tmp_path)])
         out = capsys.readouterr().out
         assert f"left out, no_caption: 1\n    {tmp_path}/0.tar: y\n" in out
-        assert f"left out, no_image: 31\n    {tmp_path}/0.tar: x\\xe9\\x1b\n    {tmp_path}/0.tar: z0\n" in out
+        assert (
+            f"left out, no_image: 31\n    {tmp_path}/0.tar: x\\xe9\\x1b (it has gif, npy)\n    {tmp_path}/0.tar: z0\n"
+            in out
+        )
         assert "z18\n    and 11 more\n" in out
 
 
@@ -359,3 +367,22 @@ def test_an_index_that_is_cut_while_it_is_open_costs_nothing(tmp_path):
     first = reader.read(np.arange(5))
     os.truncate(manifest.shards[0].index_path, 0)
     assert reader.read(np.arange(5)) == first
+
+
+def test_a_cache_that_cannot_be_written_is_one_line_with_the_fix(tmp_path, monkeypatch):
+    shards = write_shards(tmp_path / "a", [3])
+    for path in (tmp_path / "a").glob("*.tar"):
+        Path(f"{path}.infcl.idx").mkdir()  # where the index would be stored
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(ValueError, match=r"cannot be stored in .*home/\.cache/infcl/index .*--index-cache"):
+        load_manifest(shards)
+    assert load_manifest(shards, index_cache=str(tmp_path / "cache")).num_samples == 3
+
+
+def test_a_password_in_a_list_of_urls_is_rejected_and_not_shown(tmp_path):
+    (tmp_path / "urls").write_text("a.tar\nhttps://me:hunter2@host/0.tar\n")
+    for urls in (f"@{tmp_path}/urls", "a.tar::https://hunter2@host/0.tar"):
+        with pytest.raises(ValueError, match="one of the 2 urls holds a password") as rejected:
+            expand_shards(urls)
+        assert "hunter2" not in str(rejected.value)

@@ -153,6 +153,7 @@ def test_images_without_pixels_or_captions_are_counted_once_whatever_the_ranks(d
     for world_size in (1, 2):
         metrics = evaluate(world_size, tmp_path, *arguments)
         assert (metrics["num_samples"], metrics["num_skipped"]) == (5, 4)
+        assert (metrics["num_skipped_not_an_image"], metrics["num_skipped_no_caption"]) == (2, 2)
         assert metrics["text_to_image_median_rank"] == 3.0, "equal images and captions differ by chance only"
 
 
