@@ -16,13 +16,14 @@ DeepSpeed's own format is not used: it relies on pickle, and another world size 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, DamagedCheckpoint, check, read_manifest
+from infcl.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, DamagedCheckpoint, Manifest, check, read_manifest
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.engine import Engine
 from infcl.engine.state import EMA
@@ -115,12 +116,12 @@ def _own_ones(path: Path, run: RunFolder) -> str | None:
     )
 
 
-def trainer_state(path: Path) -> dict:
+def trainer_state(path: Path) -> Mapping[str, Any]:
     """Return the training loop's state from an intact checkpoint."""
     return read_manifest(path)["trainer"]
 
 
-def load_checkpoint(engine: Engine, path: Path) -> dict:
+def load_checkpoint(engine: Engine, path: Path) -> Mapping[str, Any]:
     """Load FP32 master weights, optimizer state, averages and counters. Collective.
 
     The checkpoint may come from another world size or ZeRO stage. Every rank reads every file, one tensor at a time.
@@ -186,7 +187,7 @@ def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, 
     return weights_of(*newest_intact(run), ema=ema)
 
 
-def newest_intact(run: str | Path) -> tuple[Path, dict]:
+def newest_intact(run: str | Path) -> tuple[Path, Manifest]:
     """Return a run's newest intact checkpoint (or the given one) and its manifest. Works without a process group."""
     path = Path(run)
     candidates = [path] if (path / MANIFEST).is_file() else complete_checkpoints(RunFolder(path))
@@ -198,7 +199,7 @@ def newest_intact(run: str | Path) -> tuple[Path, dict]:
     raise ValueError(f"{run}: no intact checkpoint there")
 
 
-def weights_of(checkpoint: Path, manifest: dict, *, ema: bool = False) -> dict[str, torch.Tensor]:
+def weights_of(checkpoint: Path, manifest: Manifest, *, ema: bool = False) -> dict[str, torch.Tensor]:
     """Return the `consolidated_state_dict` of an intact checkpoint."""
     if ema and "ema_updates" not in manifest["counters"]:
         raise ValueError(f"{checkpoint} has no averaged weights: it was trained without --ema-decay")
@@ -235,7 +236,7 @@ def _check_together(path: Path, parallel: Parallel) -> str | None:
     return next((found for found in problems if found), None)
 
 
-def _tensors(path: Path, manifest: dict) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(path: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
     for name in sorted(manifest["files"]):

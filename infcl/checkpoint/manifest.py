@@ -6,10 +6,13 @@ The checksum covers the manifest, so any change of a checkpoint is found. It is 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from infcl.checkpoint.records import Manifest
 from infcl.checkpoint.run_folder import sha256, why_not_written
+from infcl.config.json_file import parse_record
 
 MANIFEST = "infcl.json"
 FORMAT = 3  # version of infcl.json and the files it lists
@@ -26,7 +29,7 @@ def sealed(manifest: dict) -> dict:
     return {**written, "sha256": _checksum(written)}
 
 
-def read_manifest(path: Path) -> dict:
+def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint folder and check it.
 
     Raises:
@@ -37,20 +40,21 @@ def read_manifest(path: Path) -> dict:
         missing = f"{MANIFEST} is missing" if path.is_dir() else "there is no such folder"
         raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing})")
     try:
-        manifest = json.loads(file.read_bytes())
-        problem = _problem(manifest)
+        data = file.read_bytes()
+        step = parse_record(data, Manifest, MANIFEST)["trainer"]["step"]
+        manifest: Manifest = json.loads(data)  # with all keys, which the checksum covers
     except OSError as error:
-        problem = f"cannot be read ({why_not_written(error)})"
-    except (ValueError, RecursionError):
-        problem = "is damaged"
-    if problem is None and CHECKPOINT_NAME.fullmatch(path.name) and int(path.name[5:]) != manifest["trainer"]["step"]:
-        problem = f"is of step {manifest['trainer']['step']}"
-    if problem is not None:
-        raise DamagedCheckpoint(f"{MANIFEST} {problem}")
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({why_not_written(error)})") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(str(error)) from None
+    if manifest["sha256"] != _checksum(manifest):
+        raise DamagedCheckpoint(f"{MANIFEST} has another checksum than was written")
+    if CHECKPOINT_NAME.fullmatch(path.name) and int(path.name[5:]) != step:
+        raise DamagedCheckpoint(f"{MANIFEST} is of step {step}")
     return manifest
 
 
-def check(path: Path, *, rank: int = 0, world_size: int = 1) -> dict:
+def check(path: Path, *, rank: int = 0, world_size: int = 1) -> Manifest:
     """Check the manifest, and every `world_size`-th tensor file from the `rank`-th on; return the manifest.
 
     Raises:
@@ -68,17 +72,25 @@ def check(path: Path, *, rank: int = 0, world_size: int = 1) -> dict:
                 raise DamagedCheckpoint(f"{name} has {size} bytes, {expected['bytes']} were written")
             if sha256(file) != expected["sha256"]:
                 raise DamagedCheckpoint(f"{name} has another checksum than was written")
+            _check_tensors(file)
         except OSError as error:
             raise DamagedCheckpoint(f"{name} cannot be read ({why_not_written(error)})") from None
     return manifest
 
 
-def _problem(manifest: Any) -> str | None:
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return f"is not of format {FORMAT}"
-    return None if manifest.get("sha256") == _checksum(manifest) else "has another checksum than was written"
+def _check_tensors(file: Path) -> None:
+    """Raise DamagedCheckpoint if a file whose checksum is right does not hold FP32 tensors of the form KIND/NAME."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():
+                if "/" not in key or tensors.get_slice(key).get_dtype() != "F32":
+                    raise DamagedCheckpoint(f"{file.name} has a tensor {key!r} that this trainer does not write")
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{file.name} is no safetensors file ({error})") from None
 
 
-def _checksum(manifest: dict) -> str:
+def _checksum(manifest: Mapping[str, Any]) -> str:
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

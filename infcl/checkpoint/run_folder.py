@@ -27,8 +27,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from infcl.checkpoint.records import Environment, Running
 from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
 from infcl.config.disk import write_atomic
+from infcl.config.json_file import read_record
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
@@ -69,7 +71,7 @@ class RunFolder:
         self.export = self.root / "export"
         self.model_config = self.root / "model_config.json"
         self.running = self.root / "running.json"
-        self._written: dict = {}  # what this process wrote to running.json
+        self._written: Running | None = None  # what this process wrote to running.json
 
     def open(
         self,
@@ -133,7 +135,7 @@ class RunFolder:
     def require_free(self) -> None:
         """Raise ValueError if another process of this node trains here. The two would overwrite each other's files."""
         there = self._trainer()
-        if there.get("host") == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(there):
+        if there and there["host"] == socket.gethostname() and there["pid"] != os.getpid() and _is_alive(there):
             raise ValueError(
                 f"{self.root} is being trained by process {there['pid']} of this host: wait until it exits, stop it, "
                 "or choose another --name"
@@ -147,12 +149,11 @@ class RunFolder:
         there = self._trainer()
         return f"process {there['pid']} of {there['host']}" if there and there != self._written else None
 
-    def _trainer(self) -> dict:
-        """Return the process in running.json, or {} if the file is missing or damaged (by a full disk, say)."""
-        try:
-            return json.loads(self.running.read_text())
-        except (OSError, ValueError):
-            return {}
+    def _trainer(self) -> Running | None:
+        """Return the process in running.json, or None if the file is missing or damaged (by a full disk, say)."""
+        with contextlib.suppress(ValueError):
+            return read_record(self.running, Running)
+        return None
 
     def leave(self) -> None:
         """Remove running.json at the end of training. Rank 0 only."""
@@ -161,16 +162,18 @@ class RunFolder:
                 self.running.unlink(missing_ok=True)
 
     def flags(self) -> dict[str, Any]:
-        """Return the flags of the run here, or {} if config.json cannot be read (a full disk may cut it off)."""
-        try:
-            return json.loads((self.root / "config.json").read_text())
-        except (OSError, ValueError):
-            return {}
+        """Return the flags of the run here, or {} if config.json is damaged (a full disk may cut it off)."""
+        with contextlib.suppress(ValueError):
+            return dataclasses.asdict(self.config())
+        return {}
 
     def config(self) -> TrainConfig:
-        """Return the flags of the run here, with the defaults of those that it lacks; older flags are left out."""
-        known = {field.name for field in dataclasses.fields(TrainConfig)}
-        return TrainConfig(**{name: value for name, value in self.flags().items() if name in known})
+        """Return the flags of the run here, with the defaults of those that it lacks; older flags are left out.
+
+        Raises:
+            ValueError: config.json is missing or damaged.
+        """
+        return read_record(self.root / "config.json", TrainConfig)
 
     def other_flags(self, config: TrainConfig, dp_size: int | None = None) -> list[str]:
         """List the flags whose values differ between the run here and `config`.
@@ -189,8 +192,8 @@ class RunFolder:
             return ["config.json there is damaged"]  # a resume does not need it
         if dp_size is not None:
             # Without a readable environment.json, or with values that are no batch, the flags are compared.
-            with contextlib.suppress(OSError, KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration):
-                world_size = json.loads((self.root / "environment.json").read_text())["world_size"]
+            with contextlib.suppress(KeyError, ValueError, ZeroDivisionError, StopIteration):
+                world_size = read_record(self.root / "environment.json", Environment)["world_size"]
                 as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})
                 runs_there = BatchPlan.of(as_there, world_size // as_there.tensor_parallel_size)
                 runs_now = BatchPlan.of(config, dp_size)
@@ -281,12 +284,12 @@ def default_name(config: TrainConfig, world_size: int) -> str:
     )
 
 
-def _is_alive(there: dict) -> bool:
+def _is_alive(there: Running) -> bool:
     """Return whether this node's process still runs. The creation time tells apart processes that share an id."""
     try:
         process = psutil.Process(there["pid"])
         return abs(process.create_time() - there["created"]) < 2 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return False
 
 

@@ -4,13 +4,13 @@ import argparse
 import ast
 import dataclasses
 import difflib
-import json
 import sys
 import typing
 from pathlib import Path
 from typing import Any
 
 from infcl.config.checks import validate
+from infcl.config.json_file import read_record
 from infcl.config.settings import TrainConfig, option_of
 
 ALTERNATIVES = (("steps", "epochs"), ("warmup", "warmup_samples"), ("accum_freq", "global_batch_size"))
@@ -53,14 +53,10 @@ def _settings_of_run(path: str) -> dict[str, Any]:
         ValueError: the file cannot be read, or has a setting that does not exist.
     """
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or 'not a JSON file'}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"--config {path}: not the config.json of a run")
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"--config {path}: there is no setting {', '.join(unknown)}")
+        read_record(Path(path), TrainConfig, extra="forbid")
+        given = read_record(Path(path), dict)
+    except ValueError as error:
+        raise ValueError(f"--config {error}") from None
     if given.get("train_data"):
         given["train_data"] = [given["train_data"]]
     return {name: value for name, value in given.items() if name not in _OF_ONE_RUN}

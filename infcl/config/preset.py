@@ -8,10 +8,13 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from typing_extensions import TypedDict
 
 from infcl.config.batch import BatchPlan
+from infcl.config.json_file import read_record
 from infcl.config.precision import PRECISIONS, Precision
 from infcl.config.settings import TrainConfig
 
@@ -30,10 +33,23 @@ _OWNED_BY_FLAGS = {
 BUCKET = 500_000_000  # DeepSpeed's default of `reduce_bucket_size`, in elements
 # ZeRO++ in DeepSpeed 0.19.8 takes neighbouring ranks for copies, but tensor-parallel ranks hold different parameters.
 _WRONG_OVER_PARTS = ("zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_weights")
-_SECTIONS = {"zero_optimization", "bf16", "fp16", "data_types"}
-_PRESET_KEYS = _SECTIONS | {
+_PRESET_KEYS = {
+    "zero_optimization", "bf16", "fp16", "data_types",
     "communication_data_type", "zero_force_ds_cpu_optimizer", "comms_logger", "wall_clock_breakdown", "memory_breakdown"
 }  # fmt: skip
+
+
+class _Zero(TypedDict, total=False):
+    stage: Literal[0, 1, 2, 3]
+    offload_optimizer: dict[str, Any]
+    offload_param: dict[str, Any]
+
+
+class _Preset(TypedDict, total=False):
+    zero_optimization: _Zero
+    bf16: dict[str, Any]
+    fp16: dict[str, Any]
+    data_types: dict[str, Any]
 
 
 def preset_file(given: str) -> Path:
@@ -67,13 +83,11 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     """
     source = f"--deepspeed_config {config.deepspeed_config}"
     try:
-        preset = _read(preset_file(config.deepspeed_config))
+        preset: dict[str, Any] = dict(read_record(preset_file(config.deepspeed_config), _Preset))
         zero = preset.get("zero_optimization", {})
         if zero.get("overlap_comm") == "auto":
             zero["overlap_comm"] = hosts > 1 or zero_stage(preset) == 3
         _check(preset, config.tensor_parallel_size)
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     in_preset = next((name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")), None)
@@ -87,27 +101,6 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
         )
     check_stage(zero_stage(preset), precision, offloads=offloads(preset, "optimizer"), source=source)
     return preset, precision
-
-
-def _read(path: Path) -> dict:
-    """Read a preset and check its shape."""
-    try:
-        preset = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    _require_object("the file", preset)
-    for key in _SECTIONS & set(preset):
-        _require_object(key, preset[key])
-    for key in ("offload_optimizer", "offload_param"):
-        _require_object(key, preset.get("zero_optimization", {}).get(key, {}))
-    if type(zero_stage(preset)) is not int or not 0 <= zero_stage(preset) <= 3:
-        raise ValueError(f"stage is {json.dumps(zero_stage(preset))}, not 0, 1, 2 or 3")
-    return preset
-
-
-def _require_object(name: str, value: object) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is {json.dumps(value)[:40]}, not {{...}}")
 
 
 def _check(preset: dict, tensor_parallel_size: int) -> None:

@@ -7,7 +7,6 @@ No GPU is needed. infcl/convert/export.py describes the formats; infcl/convert/i
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from infcl.checkpoint.load import newest_intact, weights_of
 from infcl.config import OneLineParser
+from infcl.config.json_file import read_record
 from infcl.convert.export import FORMATS, export_model
 from infcl.convert.import_weights import model_with, read_weights
 from infcl.convert.model_card import EVALUATION_KEYS
@@ -93,9 +93,8 @@ def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, o
     The evaluation is left out if it used other weights than the export: averaged ones or the model's own.
     """
     finished = run / "summary.json"
-    summary: dict[str, Any] = json.loads(finished.read_text()) if finished.is_file() else {}
-    if summary.get("steps") != trained["step"]:
-        summary = {**trained, "steps": trained["step"]}
+    summary: dict[str, Any] = read_record(finished, dict) if finished.is_file() else {}
+    summary = (summary if summary.get("steps") == trained["step"] else {}) | {**trained, "steps": trained["step"]}
     if summary.get("ema", False) != ema:
         summary = {key: value for key, value in summary.items() if key not in EVALUATION_KEYS}
     summary["ema"] = ema

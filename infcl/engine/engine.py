@@ -16,7 +16,7 @@ Tested with DeepSpeed 0.19.8.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -263,7 +263,7 @@ class Engine:
         scaler = self._loss_scaler()
         return counts | ({name: getattr(scaler, name) for name in _SCALER_FIELDS} if scaler is not None else {})
 
-    def set_counters(self, counts: dict[str, Any]) -> None:
+    def set_counters(self, counts: Mapping[str, Any]) -> None:
         """Restore what `counters` returned, after the state was loaded."""
         for name in _COUNTERS:
             setattr(self.engine, name, counts[name])

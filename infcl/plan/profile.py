@@ -3,18 +3,25 @@
 `python -m infcl.plan --measure FILE` writes the profile of a machine's GPU.
 """
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from infcl.config.json_file import read_record
 
 _PROFILES = Path(__file__).parent / "profiles"
 USABLE = 0.94  # share of a GPU's memory for tensors: the rest is the CUDA context, NCCL, libraries and fragments
 
 
+class _Figures:
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not (0 < value < float("inf") or (value == 0 and name == "latency_us")):
+                raise ValueError(f"{name} is {value}, not a number above 0")
+
+
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(_Figures):
     """Sustained rates, not peaks, of a GPU and its host."""
 
     name: str
@@ -37,7 +44,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(_Figures):
     """A GPU's link to other nodes: its share of the network cards."""
 
     name: str
@@ -69,17 +76,6 @@ def _load(kind: str, name: str, profile: type[Profile]) -> Profile:
         known = ", ".join(sorted(path.stem for path in (_PROFILES / f"{kind}s").glob("*.json")))
         raise ValueError(f"--{kind} {name}: no such profile (known: {known}; or a JSON file)")
     try:
-        values = dict(json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--{kind} {name}: no JSON of a profile ({error})") from None
-    figures = {}
-    for field in dataclasses.fields(profile):
-        value = values.get(field.name, field.default)
-        if value is dataclasses.MISSING:
-            raise ValueError(f"--{kind} {name}: {field.name} is missing")
-        number = type(value) in (int, float) and 0 <= value < float("inf") and (value > 0 or field.name == "latency_us")
-        if not (number if field.type is float else isinstance(value, field.type)):  # type: ignore[arg-type]
-            wanted = "a number above 0" if field.type is float else field.type.__name__  # type: ignore[union-attr]
-            raise ValueError(f"--{kind} {name}: {field.name} is {value!r}, not {wanted}")
-        figures[field.name] = value
-    return profile(**figures)
+        return read_record(path, profile)
+    except ValueError as error:
+        raise ValueError(f"--{kind} {error}") from None

@@ -1,9 +1,15 @@
 """Read a run folder. Every file except metrics.jsonl may be missing: the run may be active, or have crashed."""
 
-import json
+import contextlib
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from infcl.checkpoint.records import Environment, Metrics, Summary
+from infcl.config import TrainConfig
+from infcl.config.json_file import parse_record, read_record
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +42,10 @@ def read_run(root: str | Path) -> Run:
     for record in train:
         seconds += (record["samples_seen"] - seen) / (record.get("samples_per_second") or float("inf"))
         record["seconds"], seen = seconds, record["samples_seen"]
-    config, environment, summary = (_json(root / f"{name}.json") for name in ("config", "environment", "summary"))
-    name = root.resolve().name
-    return Run(root, name, train, dict(sorted(evaluations.items())), config or {}, environment or {}, summary)
+    config, environment = _read(root / "config.json", TrainConfig), _read(root / "environment.json", Environment)
+    flags = dataclasses.asdict(config) if config else {}
+    evaluations, summary = dict(sorted(evaluations.items())), _read(root / "summary.json", Summary)
+    return Run(root, root.resolve().name, train, evaluations, flags, environment or {}, summary)
 
 
 def read_metrics(path: Path, kind: str) -> list[dict]:
@@ -62,22 +69,15 @@ def read_records(path: Path) -> list[dict]:
     """Return the complete lines. A crash may leave a partial line, or bytes that are not text."""
     records = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int):
-            records.append(record)
+        with contextlib.suppress(ValueError):
+            records.append(dict(parse_record(line, Metrics, str(path))))
     return records
 
 
-def _json(path: Path) -> dict | None:
-    if not path.is_file():
-        return None
+def _read(path: Path, kind: type) -> Any:
+    """Return a record, or None if the file is missing or damaged, for example by a full disk."""
     try:
-        if isinstance(found := json.loads(path.read_text()), dict):
-            return found
-    except ValueError:  # truncated, for example by a full disk
-        pass
-    log.warning("%s is damaged; the page goes without it", path)
-    return None
+        return read_record(path, kind) if path.is_file() else None
+    except ValueError as error:
+        log.warning("damaged, so the page goes without it: %s", error)
+        return None

@@ -6,6 +6,7 @@ all ranks use the smallest number.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def resident_micro_batches(
     model_config: ModelConfig,
     parallel: Parallel,
     *,
-    before: dict[str, Any] | None = None,
+    before: Mapping[str, Any] | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of --resident-micro-batches, at most the M micro-batches of a step. Collective for `auto`.
 

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from infcl.checkpoint.records import Summary
 from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written
 from infcl.config import TrainConfig
 from infcl.config.disk import write_atomic
+from infcl.config.json_file import read_record
 from infcl.convert.export import export_model
 from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models.config import CLIPConfig, load_any_config
@@ -81,7 +83,7 @@ def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPC
 
 def describe_finished(run: RunFolder) -> str:
     """Return a text with the summary of a finished run. Rank 0 only."""
-    summary = json.loads(run.summary.read_text())
+    summary = dict(read_record(run.summary, Summary))
     return f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}"
 
 

@@ -7,7 +7,7 @@ of the towers' randomness and the learning rate, so a resumed run repeats the un
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -99,7 +99,7 @@ class Trainer:
         self.engine = Engine(model, self.spec, parallel)
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
 
-    def _build_step(self, before: dict | None) -> None:
+    def _build_step(self, before: Mapping | None) -> None:
         """Build the micro-batches of a step and the loss. `before` is the trainer's state in the checkpoint, if any."""
         spec, parallel, module = self.spec, self.parallel, self.engine.module
         self.texts_for_model = texts_for_model(self.model_config.text_cfg, pack=spec.packs_captions)

@@ -181,7 +181,7 @@ def flip(content: bytes) -> bytes:
     ("name", "change", "message"),
     [
         ("state_00001.safetensors", flip, "another checksum"),
-        ("infcl.json", lambda content: b'{"format": 99}', "not of format 3"),
+        ("infcl.json", lambda content: b'{"format": 99}', "format is 99: Input should be 3"),
     ],
     ids=["damaged", "foreign"],
 )

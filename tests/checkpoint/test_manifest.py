@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,69 @@ def test_names_stay_in_the_folder(run, caplog, name):
     write_manifest(newest, sealed(manifest | {"files": files}))
     assert taken(run) == 1
     assert re.search("is not a file of this folder|is missing|bytes", caplog.text)
+
+
+def reseal(folder: Path, manifest: dict) -> None:
+    """Write a manifest with the checksum that belongs to it."""
+    write_manifest(folder, sealed({key: value for key, value in manifest.items() if key != "sha256"}))
+
+
+RELIED_ON = [
+    *[("trainer", name) for name in ("step", "samples_seen", "skipped_steps", "skipped_in_a_row", "train_seconds")],
+    *[("trainer",), ("trainer", "loader"), ("trainer", "loader", "epoch"), ("trainer", "loader", "step")],
+    *[("counters", name) for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps")],
+    *[("counters",), ("counters", "optimizer_step"), ("optimizer",), ("format",), ("files",)],
+    *[("files", FILES[1]), ("files", FILES[1], "bytes"), ("files", FILES[1], "sha256")],
+]
+
+
+@pytest.mark.parametrize("at", RELIED_ON, ids=".".join)
+def test_a_manifest_whose_fields_are_missing_or_of_wrong_types_is_damaged_whatever_its_checksum(run, caplog, at):
+    newest = run / "checkpoints" / "step_00000002"
+    manifest = read_manifest(newest)
+    for value in (None, True, [], {}, "x" if at[-1] not in ("optimizer", "sha256") else 3, ...):
+        if value is ... and at[-1] == FILES[1]:
+            continue  # a checkpoint of one file less
+        reseal(newest, changed(manifest, at, value))
+        with pytest.raises(DamagedCheckpoint, match=at[-1]) as damage:
+            read_manifest(newest)
+        assert "\n" not in str(damage.value)
+    assert taken(run) == 1
+
+
+def tensors_of(entry: dict, data: bytes = bytes(16), name: str = "model/1") -> bytes:
+    header = json.dumps({name: entry}).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+FLOATS = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+MALFORMED = {
+    "empty": b"",
+    "cut in its length": b"1234567",
+    "length above the file": struct.pack("<Q", 1000) + b"{}",
+    "length above all files": struct.pack("<Q", 1 << 63),
+    "header that is no JSON": struct.pack("<Q", 4) + b"xxxx",
+    "header that is a list": struct.pack("<Q", 2) + b"[]",
+    "header that is not UTF-8": struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
+    "header of 100,000 levels": struct.pack("<Q", 500_000) + b'{"a":' * 100_000,
+    "no dtype": tensors_of({"shape": [4], "data_offsets": [0, 16]}),
+    "unknown dtype": tensors_of(FLOATS | {"dtype": "F99"}),
+    "integers": tensors_of(FLOATS | {"dtype": "I64", "shape": [2]}),
+    "half-bytes": tensors_of(FLOATS | {"dtype": "F4", "shape": [32]}),
+    "offsets above the file": tensors_of(FLOATS | {"data_offsets": [0, 64]}),
+    "offsets in reverse": tensors_of(FLOATS | {"data_offsets": [16, 0]}),
+    "shape that overflows": tensors_of(FLOATS | {"shape": [1 << 62, 1 << 62]}),
+    "negative shape": tensors_of(FLOATS | {"shape": [-4]}),
+    "shape of other data": tensors_of(FLOATS | {"shape": [5]}),
+    "name without a kind": tensors_of(FLOATS, name="model"),
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_tensor_files_are_damaged_whatever_the_manifest_says(run, caplog, content):
+    newest = run / "checkpoints" / "step_00000002"
+    (newest / FILES[1]).write_bytes(content)
+    manifest = read_manifest(newest)
+    reseal(newest, changed(manifest, ("files", FILES[1]), entry(newest / FILES[1])))
+    assert taken(run) == 1
+    assert re.search(f"step_00000002 is skipped: {FILES[1]} (is no safetensors file|has a tensor)", caplog.text)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from infcl.checkpoint.run_folder import RunFolder
+from infcl.config import TrainConfig
 from infcl.report.records import read_run
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses, said
@@ -164,3 +165,49 @@ def test_what_is_not_the_file_or_folder_of_its_name_is_a_usage_error(tmp_path, n
         RunFolder(tmp_path).require_kinds()
     with pytest.raises(ValueError, match="not a run folder"):
         read_run(tmp_path)
+
+
+HERE = {"host": socket.gethostname(), "pid": 1, "created": psutil.Process(1).create_time()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *["", "[]", "null", "3", '"x"', "{}", "[" * 100_000],
+        *[
+            json.dumps(HERE | change)
+            for change in ({"pid": "1"}, {"pid": -1}, {"pid": 0}, {"pid": 2**70}, {"pid": None})
+        ],
+        *[json.dumps(HERE | change) for change in ({"pid": [1]}, {"created": "x"}, {"created": None}, {"host": 3})],
+        *[json.dumps({key: value for key, value in HERE.items() if key != name}) for name in HERE],
+    ],
+)
+def test_a_damaged_running_json_is_that_of_no_process(content, tmp_path):
+    run = RunFolder(tmp_path)
+    run.running.write_text(content)
+    run.require_free()
+    assert run.taken_by() is None
+
+
+def test_process_1_of_this_node_may_train_and_is_known_by_its_time(tmp_path):
+    """A trainer is process 1 of a container; that of another start with the same host name has ended."""
+    run = RunFolder(tmp_path)
+    run.running.write_text(json.dumps(HERE))
+    with pytest.raises(ValueError, match="is being trained by process 1 of this host"):
+        run.require_free()
+    run.running.write_text(json.dumps(HERE | {"created": HERE["created"] - 60}))
+    run.require_free()
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "null", '{"lr": "x"}', '{"resume": 3}', '{"steps": 1.5}', '{"aug_cfg": []}', "[" * 100_000, ""]
+)
+def test_a_damaged_config_is_no_flags_for_a_resume_and_one_line_for_an_evaluation(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    run = RunFolder(tmp_path)
+    assert run.flags() == {} and run.other_flags(TrainConfig()) == ["config.json there is damaged"]
+    with pytest.raises(ValueError, match=r"config\.json: ") as wrong:
+        run.config()
+    assert "\n" not in str(wrong.value)
+    (tmp_path / "config.json").write_text('{"lr": 1, "flag_of_an_older_commit": 7}')
+    assert run.config() == TrainConfig(lr=1.0)

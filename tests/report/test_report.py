@@ -42,6 +42,8 @@ def write_run(root, **config):
     environment = {"started": "2030-01-01T10:00:00+0000", "commit": "c0ffee", "world_size": 2, "device": "<GPU & co>"}
     counts = {"samples": 1920, "skipped/broken_image": 3, "index/no_caption": 4, "noted/caption_cut": 5}
     summary = {"zero_shot_top1": 0.75, **recalls, "train_seconds": 75.0, "peak_memory_mb": 512.0, "data": counts}
+    summary |= {"samples_seen": 1920, "steps": 30, "zero_stage": 1, "world_size": 2}
+    summary["paths"] = {"run": "R", "loss_curve": "L", "export": "E", "checkpoint": None}
     for name, values in (
         ("config", {"model": "demo", "loss": "inf_cl", "batch_size": 32, "lr": 1e-3} | config),
         ("environment", environment | {"command": ["pretrain_clip.py", "--lr", "1e-3"]}),
@@ -111,7 +113,10 @@ def test_a_run_that_died_is_still_shown(tmp_path):
 
 def test_what_a_resumed_run_had_done_behind_its_checkpoint_is_forgotten(tmp_path):
     steps = [("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4), ("train", 3), ("train", 4)]
-    lines = [json.dumps({"kind": kind, "step": step, "line": line}) for line, (kind, step) in enumerate(steps)]
+    lines = [
+        json.dumps({"kind": kind, "step": step, "samples_seen": step, "line": line})
+        for line, (kind, step) in enumerate(steps)
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     kept = {kind: [r["line"] for r in read_metrics(tmp_path / "metrics.jsonl", kind)] for kind in ("train", "val")}
     assert kept == {"train": [0, 1, 6, 7], "val": [2]}
@@ -170,3 +175,14 @@ def test_the_closing_table_tells_failed_saves_skipped_steps_and_what_open_clip_c
         r"exported model +E  \(for infcl.convert.export.load_exported",
     ):
         assert re.search(line, torn)
+
+
+def test_a_run_whose_files_are_damaged_is_shown_without_them(tmp_path, caplog):
+    root = write_run(tmp_path / "run")
+    (root / "config.json").write_text('{"model": "de')
+    (root / "environment.json").write_text("[]")  # JSON, but not what is written there
+    (root / "summary.json").write_text('{"steps": "30"}')
+    assert main([str(root)]) == 0
+    Page((root / "report" / "index.html").read_text())
+    for damage in ("config.json: not JSON", "environment.json: the record is []", "summary.json: zero_shot_top1 is"):
+        assert damage in caplog.text
