@@ -189,8 +189,9 @@ def test_a_damaged_running_json_is_that_of_no_process(content, tmp_path):
     assert run.taken_by() is None
 
 
-def test_process_1_of_this_node_may_train_and_is_known_by_its_time(tmp_path):
+def test_process_1_of_this_node_may_train_and_is_known_by_its_time(tmp_path, monkeypatch):
     """A trainer is process 1 of a container; that of another start with the same host name has ended."""
+    monkeypatch.setattr(os, "getpid", lambda: 2)  # this may be process 1
     run = RunFolder(tmp_path)
     run.running.write_text(json.dumps(HERE))
     with pytest.raises(ValueError, match="is being trained by process 1 of this host"):
