@@ -108,20 +108,69 @@ def test_three_steps_equal_those_of_one_float64_process(world_size, columns, sym
     assert worst_error(state, expected) < 1e-5
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_loss_equals_the_cached_one_of_the_package(symmetric):
+DIRECTIONS = (
+    ("query_to_doc",),
+    ("query_to_doc", "query_to_query"),
+    ("query_to_doc", "doc_to_doc"),
+    ("query_to_doc", "query_to_query", "doc_to_doc"),
+)
+
+
+def both_losses(rank: int, world_size: int, symmetric: bool, directions: tuple[str, ...]) -> list[tuple[float, list]]:
+    """-> loss and gradients of our loss and of the package's, of this rank."""
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
     from sentence_transformers.util import dot_score
 
     from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
 
     model, options = make_model(0.0), {"scale": 2.0, "similarity_fct": dot_score, "mini_batch_size": 3}
-    ours = RingMultipleNegativesRankingLoss(model, symmetric=symmetric, **options)
+    ours = RingMultipleNegativesRankingLoss(model, symmetric=symmetric, directions=directions, **options)
     theirs = CachedMultipleNegativesRankingLoss(
-        model, **options, directions=ours.directions, partition_mode=ours.partition_mode
+        model, **options, directions=ours.directions, partition_mode=ours.partition_mode, gather_across_devices=True
     )
-    values = [loss(columns_of(0, 0, 3), None).item() for loss in (ours, theirs)]
-    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    results = []
+    for loss in (ours, theirs):
+        value = loss(columns_of(0, rank, 3), None)
+        value.backward()
+        results.append((value.item(), [p.grad.clone() for p in model.parameters()]))
+        model.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "symmetric", "directions"),
+    [(1, True, DIRECTIONS[0]), *((size, False, of) for size, of in zip((1, 2, 3, 2), DIRECTIONS))],
+)
+def test_loss_and_gradients_equal_those_of_the_package(world_size, symmetric, directions):
+    ranks = run_ranks(both_losses, world_size, symmetric, directions)
+    for ours, theirs in ranks:
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    ours, theirs = ([sum(of) for of in zip(*(rank[which][1] for rank in ranks))] for which in (0, 1))
+    for gradient, expected in zip(ours, theirs):
+        assert (gradient - expected).norm() < 1e-4 * expected.norm() + 1e-7
+
+
+def test_a_margin_leaves_out_what_is_more_similar_than_the_positive():
+    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
+
+    model = make_model(0.0)
+    loss = RingMultipleNegativesRankingLoss(model, margin=-0.05, directions=DIRECTIONS[1])
+    columns = columns_of(0, 0, 2)
+    anchors, documents = (F.normalize(model(dict(given))["sentence_embedding"], dim=-1) for given in columns)
+    cosines = torch.cat([anchors @ documents.T, (anchors @ anchors.T).fill_diagonal_(-torch.inf)], 1)
+    own = F.one_hot(torch.arange(ROWS), 2 * ROWS).bool()
+    beyond = (cosines > cosines[own][:, None] - 0.05) & ~own
+    assert 0 < beyond.sum() < beyond.numel() - ROWS
+    expected = F.cross_entropy(20 * cosines.masked_fill(beyond, -torch.inf), torch.arange(ROWS))
+    assert loss(columns, None).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_directions_that_the_ring_lacks_are_rejected():
+    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
+
+    for options in ({"directions": ("query_to_doc", "doc_to_query")}, {"directions": DIRECTIONS[1], "symmetric": True}):
+        with pytest.raises(ValueError, match="give query_to_doc, alone or with query_to_query and doc_to_doc"):
+            RingMultipleNegativesRankingLoss(make_model(), **options)
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
