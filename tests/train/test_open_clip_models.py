@@ -201,7 +201,7 @@ def fit_with_a_poisoned_step(rank, world_size, config: TrainConfig, poisoned):
     def noted():
         result = update()
         values = {n: v.clone() for n, v in trainer.engine.state.buffers() if "running_" in n or "tracked" in n}
-        statistics.append((values, result[2]))
+        statistics.append((values, result[1]))
         return result
 
     trainer._update = noted
