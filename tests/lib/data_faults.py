@@ -148,9 +148,8 @@ def pipes(place: Place) -> str:
 
 _JPEG = encode(picture(0, 64, 64), "JPEG", quality=90)
 _RGBA = Image.fromarray(np.dstack([picture(1), np.full((20, 24), 90, np.uint8)]))
-_ANIMATION = encode(
-    Image.new("RGB", (16, 16), "red"), "GIF", save_all=True, append_images=[Image.new("RGB", (16, 16), "blue")]
-)
+_TWO_FRAMES = {"save_all": True, "append_images": [Image.new("RGB", (16, 16), "blue")]}
+_ANIMATION = encode(Image.new("RGB", (16, 16), "red"), "WEBP", **_TWO_FRAMES)
 _DEEP = np.linspace(0, 65535, 400).reshape(20, 20).astype(np.uint16)
 
 # (fault, how it is made, good samples that an epoch of the indexed reader uses in addition to the 30 of every case)
@@ -165,6 +164,7 @@ CASES: list[tuple[str, Callable[[Place], str], int | None]] = [
     ("palette PNG", image(encode(Image.fromarray(picture(1)).convert("P")), "png"), 2),
     ("PNG with alpha", image(encode(_RGBA), "png"), 2),
     ("animation", image(_ANIMATION), 2),
+    ("GIF", image(encode(picture(1), "GIF")), 1),
     ("bomb: 20,000 x 20,000 pixels in 1 KB", image(png_bomb(20_000, 20_000), "png"), 1),
     ("one pixel wide image", image(encode(picture(0, 40, 1)), "png"), 1),
     ("missing caption", lambda place: place.add(("bad.png", encode(picture(9)))), 1),

@@ -63,11 +63,17 @@ class Payload:
         return (open, (self.file, "w"))
 
 
+def png_part(kind: bytes, data: bytes) -> bytes:
+    """Return a chunk of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png_bomb(width: int, height: int) -> bytes:
     """Return a PNG whose header claims width x height pixels."""
-
-    def part(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + png_part(b"IHDR", header)
+        + png_part(b"IDAT", zlib.compress(bytes(1000)))
+        + png_part(b"IEND", b"")
+    )
