@@ -131,6 +131,8 @@ class RunFolder:
             if path.exists() and not (path.is_dir() if path.name in _FOLDERS else path.is_file()):
                 kind = "folder" if path.name in _FOLDERS else "regular file"
                 raise ValueError(f"{path} is not a {kind}: move it away, or choose another --name")
+        if self.checkpoints.is_symlink():  # old checkpoints would be removed from wherever it leads
+            raise ValueError(f"{self.checkpoints} is a symbolic link: link --logs, or choose another --name")
 
     def require_free(self) -> None:
         """Raise ValueError if another process of this node trains here. The two would overwrite each other's files."""

@@ -8,6 +8,11 @@ def counted(number: int, one: str, more: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
 
 
+def printable(text: str) -> str:
+    """Return a text of a server or a file with its control characters escaped: "\\x1b[31m"."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def shown_bytes(count: float) -> str:
     """Return "17.1 GiB", "512 MiB", "20.0 KiB" or "3 B"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infcl.config import counted
+from infcl.config.words import printable
 from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, Shard, read_sidecar, scan_shard
 from infcl.data.shards import Manifest
 from infcl.data.storage import ShardFault, ShardFile, is_remote, open_shard, retry
@@ -29,7 +30,7 @@ class BadSample(Exception):
     """A sample that cannot be used. `cause` is the name of a counter; the message has the details."""
 
     def __init__(self, cause: str, message: str = ""):
-        super().__init__(message or cause)
+        super().__init__(printable(message or cause))
         self.cause = cause
 
 

@@ -1,11 +1,11 @@
 """Storage: a shard on any kind of storage, as a file for reads at (offset, size).
 
-A shard is a path, `http(s)://`, any other `scheme://` that fsspec supports (s3, gs, hdfs, ...), or `pipe:COMMAND`.
-`open_shard` opens it for random access, `open_copy` for one sequential pass. The copy of a remote shard is a temporary
-file, so a transfer that breaks off is repeated before a sample of it is used.
+A shard is a path, a url of one of SCHEMES, `filecache::` and such a url, or `pipe:COMMAND`. `open_shard` opens it for
+random access, `open_copy` for one sequential pass. The copy of a remote shard is a temporary file, so a transfer that
+breaks off is repeated before a sample of it is used.
 
-A read that fails, or is slower than 16 KB/s, is retried with back-off (`retry`). If it still fails, it raises a
-`ShardFault` with a cause, which is counted. A read never returns wrong bytes.
+Whatever an attempt raises, and a read slower than 16 KB/s, is retried with back-off (`retry`). If it still fails, it
+raises a `ShardFault` with a cause, which is counted. A read never returns wrong bytes.
 
 http(s) uses urllib3 instead of fsspec. If a server ignores the range, fsspec reads a full shard into memory. It also
 reports every failure as a missing file, and hides the file size and tag in each response.
@@ -13,10 +13,12 @@ reports every failure as a missing file, and hides the file size and tag in each
 
 import concurrent.futures
 import contextlib
+import ipaddress
 import os
 import random
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import tempfile
@@ -26,10 +28,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import IO, TextIO, TypeVar
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import urllib3
 
+from infcl.config.words import printable
+
+SCHEMES = ("file", "http", "https", "s3", "gs", "hdfs")  # fsspec has others, some of which open further urls
 TIMEOUT = 30.0  # seconds without a byte after which a read fails
 ATTEMPTS = 4  # per read
 BACKOFF = 1.0  # seconds to wait after the first failed attempt; the wait doubles after each further one
@@ -38,6 +43,7 @@ _MIN_BYTES_PER_SECOND = 16 << 10  # slower reads are stopped
 _FREE_BYTES = 256 << 20  # disk space that a copy must leave free
 _COPY_BYTES, _READ_BYTES = 8 << 20, 1 << 18  # of a copy: per read of a file, and of a stream
 _SECONDS_BETWEEN_CHECKS = 60.0  # of size and tag, if responses do not carry them
+_REDIRECTS = 5
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 T = TypeVar("T")
 
@@ -46,7 +52,7 @@ class ShardFault(Exception):
     """A shard that currently cannot be used. `cause` is the name of a counter."""
 
     def __init__(self, cause: str, message: str):
-        super().__init__(message)
+        super().__init__(printable(message))
         self.cause = cause
 
 
@@ -58,12 +64,14 @@ def open_shard(url: str, *, sequential: bool = False) -> "ShardFile":
     """Open a file of any kind, in one attempt; with `sequential`, it may have no random access, only `copy`.
 
     Raises:
-        OSError: the attempt failed and may be retried.
         ShardFault: the shard cannot be used.
-        ValueError: the fsspec driver of the url is missing.
+        Exception: the attempt failed and may be retried.
     """
-    if not is_remote(url):
-        return LocalFile(open(url, "rb", buffering=0, opener=open_regular))
+    if not is_remote(url) or url.startswith("file://"):
+        return LocalFile(open(url.removeprefix("file://"), "rb", buffering=0, opener=open_regular))
+    scheme, _, rest = url.removeprefix("filecache::").partition("://")
+    if scheme not in SCHEMES or "::" in rest:
+        raise ShardFault("unsupported_url", f"{url} is not a url of {', '.join(SCHEMES)}")
     if not url.startswith(("http://", "https://")):
         return FsspecFile(url)
     file = HttpFile(url)
@@ -82,7 +90,6 @@ def open_copy(url: str) -> "ShardFile":
 
     Raises:
         ShardFault: all attempts failed.
-        ValueError: the fsspec driver of the url is missing.
     """
 
     def attempt() -> ShardFile:
@@ -113,18 +120,17 @@ def retry(attempt: Callable[[], T], what: str) -> T:
             time.sleep(random.SystemRandom().uniform(0.5, 1.0) * BACKOFF * 2 ** (number - 1))
         try:
             return attempt()
+        except ShardFault:
+            raise
         except FileNotFoundError as error:
             raise ShardFault("shard_missing", f"{what}: not found ({error})") from error
-        except OSError as error:
+        except Exception as error:  # of the system, urllib3, a driver of fsspec, or what a server sent
             failure = f"{type(error).__name__}: {error}"
     raise ShardFault("shard_unreadable", f"{what}: {ATTEMPTS} attempts failed, the last with {failure}")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return call(), or raise TimeoutError after `seconds`; a hanging call stays in its daemon thread.
-
-    Raises OSError and ShardFault as they are, and other exceptions (of urllib3, of a driver) as OSError.
-    """
+    """Return call(), or raise TimeoutError after `seconds`; a hanging call stays in its daemon thread."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -136,12 +142,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     threading.Thread(target=run, daemon=True).start()
     if not concurrent.futures.wait([outcome], seconds).done:
         raise TimeoutError(f"no answer within {seconds:.3g} s")
-    try:
-        return outcome.result()
-    except (OSError, ShardFault):
-        raise
-    except BaseException as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+    return outcome.result()
 
 
 class ShardFile(ABC):
@@ -224,13 +225,15 @@ class HttpFile(RemoteFile):
 
     def __init__(self, url: str):
         self._url = self._final = url  # _final: after redirects
-        once = urllib3.Retry(connect=False, read=False, other=False, redirect=5)  # `retry` repeats failed reads
-        self._pool = urllib3.PoolManager(retries=once, timeout=TIMEOUT)
-        response = within(TIMEOUT, lambda: self._get({"Range": "bytes=0-0"}))
+        self._pool = urllib3.PoolManager(retries=False, timeout=TIMEOUT)  # `retry` repeats failed reads
+        within(TIMEOUT, self._open)
+
+    def _open(self) -> None:
+        response = self._get({"Range": "bytes=0-0"})
         self.file_bytes, self.version = _http_state(response)
         self.ranges = response.status == 206 and self.file_bytes >= 0  # "bytes 0-0/*" has no size
         if self.ranges:
-            response.read()  # one byte, so that the connection is kept
+            response.read(2)  # one byte, so that the connection is kept
         else:
             response.close()  # the body may be the full file
 
@@ -253,10 +256,20 @@ class HttpFile(RemoteFile):
 
     def _get(self, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         headers = {"Accept-Encoding": "identity"} | headers
-        response = self._pool.request("GET", self._final, headers=headers, preload_content=False)
-        if response.status < 400:
-            for redirect in response.retries.history if response.retries else ():
-                self._final = urljoin(self._final, redirect.redirect_location or "")
+        options = {"headers": headers, "redirect": False, "preload_content": False, "decode_content": False}
+        response = self._pool.request("GET", self._final, **options)
+        for _ in range(_REDIRECTS):
+            if not (to := response.get_redirect_location()):
+                break
+            response.close()
+            self._final = urljoin(self._final, to)
+            if is_of_this_host(self._final) and not is_of_this_host(self._url):
+                raise ShardFault("unsupported_url", f"{self._url} redirects to {self._final}, which is of this host")
+            response = self._pool.request("GET", self._final, **options)
+        if response.status < 300:
+            if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                response.close()
+                raise ShardFault("shard_unreadable", f"{self._url}: the server compresses it ({coding})")
             return response
         response.close()
         what = f"http status {response.status} {response.reason}"
@@ -272,7 +285,14 @@ def _http_state(response: urllib3.BaseHTTPResponse) -> tuple[int, int]:
     """Return (file size, version) of a response; the size is -1 if the response has none."""
     size = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
     tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-    return int(size) if size.isdigit() else -1, _number_of(tag)
+    return int(size) if size.isascii() and size.isdigit() else -1, _number_of(tag)
+
+
+def is_of_this_host(url: str) -> bool:
+    """Return whether a url has a loopback or link-local address, as services of this host or its cloud have."""
+    found = socket.getaddrinfo(urlsplit(url).hostname, None)
+    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    return any(address.is_loopback or address.is_link_local or address.is_unspecified for address in addresses)
 
 
 class FsspecFile(RemoteFile):
@@ -284,10 +304,8 @@ class FsspecFile(RemoteFile):
 
             self._files, self._path = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            scheme = url.partition("://")[0]
-            raise ValueError(
-                f"{url}: reading {scheme}:// needs fsspec's driver for it (s3fs for s3, gcsfs for gs): {error}"
-            ) from error
+            why = f"fsspec's driver for it is missing (s3fs for s3, gcsfs for gs): {error}"
+            raise ShardFault("unsupported_url", f"{url}: {why}") from error
         self.file_bytes, self.version = self._state()
         if "::" in url:  # the first read copies the full file to the cache
             self._least_transfer = self.file_bytes

@@ -24,7 +24,7 @@ from infcl.config.redaction import check_text, redacted
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
 from infcl.data.shards import check_factors, split_sources
-from infcl.data.storage import ShardFault, is_remote, open_lines, open_shard, retry
+from infcl.data.storage import SCHEMES, ShardFault, is_remote, open_lines, open_shard, retry
 
 _TRIED = 1000  # images per table of which at least one must exist before training
 
@@ -135,8 +135,8 @@ def is_json_lines(path: str) -> bool:
 
 def read_image(path: str) -> bytes:
     """Return the bytes of an image file. Raises ShardFault."""
-    if path.startswith("pipe:"):  # a table is data and must not run a command
-        raise ShardFault("missing_image_file", f"{path!r} is no file")
+    if is_remote(path) and path.partition("://")[0] not in SCHEMES:  # a table is data: no command, no chained url
+        raise ShardFault("unsupported_url", f"{path} is not a path or a url of {', '.join(SCHEMES)}")
     if is_remote(path):
         try:
             check_text(redacted(path), path)

@@ -100,16 +100,16 @@ def _number(field: bytes) -> int | None:
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:
     """Parse PAX records 'length key=value\\n' to {key: value}, up to the first malformed one."""
-    records = {}
-    while data:
-        number, _, _ = data.partition(b" ")
+    records, at = {}, 0
+    while at < len(data):
+        number, _, _ = data[at : at + 20].partition(b" ")
         length = _decimal(number)
-        if length is None or not len(number) + 1 < length <= len(data):
+        if length is None or not len(number) + 1 < length <= len(data) - at:
             break
-        key, equals, value = data[len(number) + 1 : length - 1].partition(b"=")
+        key, equals, value = data[at + len(number) + 1 : at + length - 1].partition(b"=")
         if equals:
             records[key] = value
-        data = data[length:]
+        at += length
     return records
 
 

@@ -167,6 +167,13 @@ def test_what_is_not_the_file_or_folder_of_its_name_is_a_usage_error(tmp_path, n
         read_run(tmp_path)
 
 
+def test_checkpoints_are_not_pruned_through_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="checkpoints is a symbolic link"):
+        RunFolder(tmp_path).require_kinds()
+
+
 HERE = {"host": socket.gethostname(), "pid": 1, "created": psutil.Process(1).create_time()}
 
 

@@ -17,7 +17,7 @@ from infcl.data.streaming import stream_records
 from infcl.data.table import TableReader, read_image
 from tests.lib.http_server import serving
 from tests.lib.shard_files import pair_members, write_shards, write_tar
-from tests.lib.small_loader import small_loader
+from tests.lib.small_loader import eval_samples, small_loader
 
 SIZES = [6, 9]
 EXPECTED = [f"picture number {i}" for i in range(sum(SIZES))]
@@ -51,7 +51,7 @@ def streamed(*urls: str) -> tuple[list[str], list[tuple[str, str]]]:
     return [record.text.decode() for _, record in stream], faults
 
 
-@pytest.mark.parametrize("redirect", [False, True])
+@pytest.mark.parametrize("redirect", ["", "/moved"])
 def test_a_web_server_is_read_as_files_are(web, tmp_path, redirect):
     url, behaviour = web
     behaviour.redirect = redirect
@@ -71,6 +71,59 @@ def test_a_server_without_random_access_is_read_by_the_streaming_reader_alone(we
     assert streamed(f"{url}/00000.tar") == (EXPECTED[:6], [])
     served = (tmp_path / "served" / "00000.tar").read_bytes()
     assert read_image(f"{url}/00000.tar") == served  # an image of a table is read as a whole
+
+
+@pytest.mark.parametrize("reader", ["indexed", "streaming", "table", "evaluation"])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_connection_that_breaks_after_any_answers_headers_costs_a_retry_only(web, tmp_path, reader, ranges):
+    url, behaviour = web
+    behaviour.ranges = ranges or reader == "indexed"
+    (tmp_path / "t.csv").write_text(f"filepath\ttitle\n{url}/00000.tar\ta\n{url}/00001.tar\tb\n")
+    files = [(tmp_path / "served" / f"0000{i}.tar").read_bytes() for i in range(2)]
+    for behaviour.breaks_at in range(1, 13):
+        behaviour.requests.clear()
+        if reader == "indexed":
+            assert captions(url + "/{00000,00001}.tar", tmp_path / str(behaviour.breaks_at)) == EXPECTED
+        elif reader == "streaming":
+            assert streamed(f"{url}/00000.tar", f"{url}/00001.tar") == (EXPECTED, [])
+        elif reader == "table":
+            assert [each.image for each in TableReader(str(tmp_path / "t.csv")).read(np.arange(2))] == files
+        else:
+            samples = eval_samples(url + "/{00000,00001}.tar", image_size=8)
+            assert [sample.caption for sample in samples] == EXPECTED and not samples.skipped
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, TypeError, UnicodeError, MemoryError])
+def test_whatever_a_driver_raises_is_a_counted_fault(tmp_path, monkeypatch, error):
+    fsspec = pytest.importorskip("fsspec")
+
+    def fail(*_, **__):
+        raise error("of a driver")
+
+    monkeypatch.setattr(storage, "SCHEMES", ("memory",))
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", fail)
+    assert streamed("memory://bucket/0.tar")[1][0][0] == "shard_unreadable"
+    with pytest.raises(ValueError, match=f"3 attempts failed, the last with {error.__name__}"):
+        load_manifest("memory://bucket/0.tar")
+
+
+def test_what_a_server_sends_is_neither_trusted_nor_shown_as_it_is(web, monkeypatch):
+    url, behaviour = web
+    behaviour.size = "\u00b2\u00b3"  # digits, which int() does not read
+    with pytest.raises(ShardFault, match="no random access"):
+        open_shard(url + "/00000.tar")
+    behaviour.size, behaviour.coding = None, "gzip\x1b[31m"
+    with pytest.raises(ShardFault, match=r"the server compresses it \(gzip\\x1b\[31m\)"):
+        open_copy(url + "/00000.tar")
+    behaviour.coding, behaviour.redirect = None, url  # from an address of the net to one of this host
+    monkeypatch.setattr(storage, "is_of_this_host", lambda to: "127.0.0.1" in to)
+    with pytest.raises(ShardFault, match="localhost:.* redirects to http://127.0.0.1.*which is of this host"):
+        open_copy(url.replace("127.0.0.1", "localhost") + "/00000.tar")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "169.254.169.254", "0.0.0.0", "[fe80::1]"])
+def test_loopback_and_link_local_addresses_are_of_this_host(host):
+    assert storage.is_of_this_host(f"http://{host}:80/x") and not storage.is_of_this_host("http://192.0.2.1/x")
 
 
 def test_ranged_reads_of_neighbours_are_one_request(web, tmp_path):
@@ -162,6 +215,7 @@ def test_pipes_are_copied_and_their_exit_status_counts(tmp_path, monkeypatch):
 
 def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, monkeypatch):
     fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(storage, "SCHEMES", (*storage.SCHEMES, "memory"))
     folder, memory = write_shards(tmp_path / "a", SIZES), fsspec.filesystem("memory")
     for i in range(2):
         with open(f"{folder}/{i:05d}.tar", "rb") as file:
@@ -181,15 +235,20 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, monkeypatch
     with pytest.raises(TimeoutError, match="no answer within 0.4"):
         open_shard("memory://bucket/00000.tar").pread(10, 0)
     memory.rm("/bucket", recursive=True)
-    with pytest.raises(ValueError, match="nosuch:// needs fsspec's driver"):
+    for url in ("nosuch://bucket/x.tar", "zip://x.tar::memory://x.zip", "memory://x::zip://y"):
+        with pytest.raises(ShardFault, match="is not a url of file, http"):
+            open_shard(url)
+    monkeypatch.setattr(storage, "SCHEMES", ("nosuch",))
+    with pytest.raises(ShardFault, match="driver for it is missing"):
         open_shard("nosuch://bucket/x.tar")
-    with pytest.raises(OSError, match="No host specified"):
-        open_shard("http:///x.tar")
+    with pytest.raises(ValueError, match="1 of 1 shard cannot be used: http:///x.tar: 3 attempts failed.*host"):
+        load_manifest("http:///x.tar")
 
 
 def test_a_cache_of_fsspec_holds_the_shards_of_any_storage(tmp_path, monkeypatch):
     fsspec = pytest.importorskip("fsspec")
     folder, memory = write_shards(tmp_path / "a", SIZES), fsspec.filesystem("memory")
+    monkeypatch.setattr(storage, "SCHEMES", ("memory",))
     monkeypatch.setitem(fsspec.config.conf, "filecache", {"cache_storage": str(tmp_path / "cache")})
     for i in range(2):
         with open(f"{folder}/{i:05d}.tar", "rb") as file:

@@ -15,13 +15,16 @@ class Behaviour:
     ranges: bool = True  # support Range
     tells_size: bool = True  # answers to Range requests have the file's size
     tag: str = "1"  # the ETag
-    redirect: bool = False  # from /x to /moved/x
+    redirect: str = ""  # from /x to this and /x
     fail: int = 0  # number of next requests to answer with 503
     short: int | None = None  # close the connection after this many bytes of a body
+    breaks_at: int = 0  # number of the request of which only the headers are answered
     stall: int | None = None  # send nothing more after this many bytes of a body
     trickle: int | None = None  # after this many bytes of a body, send one byte every 0.1 s
     drip: bool = False  # send one byte of a header every 0.1 s, for ever
     drip_chunk: bool = False  # the same in the length of the body's first chunk
+    size: str | None = None  # what answers to Range requests have for the file's size
+    coding: str | None = None  # the Content-Encoding
     shift: int = 0  # start this many bytes after the requested offset
     requests: Counter[str] = field(default_factory=Counter)
     released: threading.Event = field(default_factory=threading.Event)
@@ -44,7 +47,7 @@ def serving(folder: Path):
             if behaviour.drip:
                 return self._drip(b"HTTP/1.1 200 OK\r\nX: ", b"x")
             if behaviour.redirect and not self.path.startswith("/moved/"):
-                return self._head(302, 0, {"Location": "/moved" + self.path})
+                return self._head(302, 0, {"Location": behaviour.redirect + self.path})
             path = folder / self.path.removeprefix("/moved").lstrip("/")
             if not path.is_file():
                 return self._head(404, 0)
@@ -54,13 +57,19 @@ def serving(folder: Path):
                 first, last = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
                 first += behaviour.shift if last else 0
                 last = min(last + behaviour.shift, len(data) - 1)
-                headers["Content-Range"] = f"bytes {first}-{last}/{len(data) if behaviour.tells_size else '*'}"
+                size = behaviour.size or (len(data) if behaviour.tells_size else "*")
+                headers["Content-Range"] = f"bytes {first}-{last}/{size}"
                 data, status = data[first : last + 1], 206
             if behaviour.drip_chunk and wanted != "bytes=0-0":
                 lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
                 head = f"HTTP/1.1 {status} OK\r\nTransfer-Encoding: chunked\r\n{lines}\r\n"
                 return self._drip(head.encode(), b"0")
+            if behaviour.coding:
+                headers["Content-Encoding"] = behaviour.coding
             self._head(status, len(data), headers)
+            if behaviour.requests.total() == behaviour.breaks_at:
+                self.close_connection = True
+                return
             limit = next((n for n in (behaviour.short, behaviour.stall, behaviour.trickle) if n is not None), None)
             if limit is None or len(data) <= limit:
                 self.wfile.write(data)
