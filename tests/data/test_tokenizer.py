@@ -10,7 +10,7 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import ShardReader
 from infcl.data.shards import load_manifest
 from infcl.data.table import TableColumns, TableReader
-from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, repair
+from infcl.data.tokenizer import EOS_ID, PAD_ID, UNK_ID, Tokenizer, canonicalise, cut_text, repair
 from infcl.data.tokenizer.__main__ import main
 from infcl.data.tokenizer.learn import captions_of, train_tokenizer
 from infcl.data.tokenizer.open_clip import HuggingFaceTokenizer, OpenClipTokenizer
@@ -98,6 +98,25 @@ def test_byte_fallback_spells_unknown_characters(tmp_path):
     train_tokenizer(CAPTIONS, tmp_path / "x.model", 320, byte_fallback=True)
     tokens = Tokenizer(tmp_path / "x.model")(["\u7ea2", "\u8272"])
     assert UNK_ID not in tokens and not torch.equal(tokens[0], tokens[1])
+
+
+def test_texts_and_words_are_cut_alike_for_every_tokenizer():
+    """BPE takes quadratic time in the length of a word."""
+    assert cut_text("a photo, of: dogs!? " * 100) == "a photo, of: dogs!? " * 100
+    assert cut_text("x" * 5000 + " 12 " + "?" * 4000) == "x" * 128  # 4 KB, then its words
+    assert cut_text("d\u00f6g " * 10 + "x" * 500 + "-" * 500 + "1" * 300 + "_" * 500) == (
+        "d\u00f6g " * 10 + "x" * 128 + "-" * 128 + "1" * 300 + "_" * 128
+    )
+    assert cut_text("\u732b" * 3000) == "\u732b" * 128 and len(cut_text("\u732b " * 3000).encode()) <= 4096
+
+
+def test_a_long_word_takes_open_clips_tokenizer_no_quadratic_time(monkeypatch):
+    import_open_clip()
+    tokenizer, words = OpenClipTokenizer(), []
+    bpe = tokenizer._bpe.bpe
+    monkeypatch.setattr(tokenizer._bpe, "bpe", lambda word: words.append(word) or bpe(word))
+    tokenizer(["z" * 4096, "\u00e9-" * 4, "!" * 4096])
+    assert max(map(len, words)) <= 2 * 128
 
 
 def test_a_tokenizer_pickles_without_its_file(model, tmp_path):

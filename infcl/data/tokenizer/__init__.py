@@ -17,6 +17,7 @@ Other tokenizers: open_clip.py. Which one a model has, and where that is recorde
 import hashlib
 import html
 import os
+import re
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,22 @@ from typing import Any
 
 import torch
 
+from infcl.data.records import MAX_CAPTION_BYTES
+
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+_LETTERS, _SYMBOLS = r"[^\W\d_]", r"(?:[^\w\s]|_)"
+_LONG_WORD = re.compile(f"({_LETTERS}{{128}}){_LETTERS}+|({_SYMBOLS}{{128}}){_SYMBOLS}+")
 _REMOVE_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
+
+
+def cut_text(text: str) -> str:
+    """Cut a text after 4 KB, and each run of letters or symbols after 128 characters, in which BPE is quadratic.
+
+    Every tokenizer does this to every text first.
+    """
+    if len(text) > MAX_CAPTION_BYTES // 4:
+        text = text[:MAX_CAPTION_BYTES].encode("utf-8", "replace")[:MAX_CAPTION_BYTES].decode("utf-8", "ignore")
+    return _LONG_WORD.sub(r"\1\2", text)
 
 
 def repair(caption: str) -> str:
@@ -94,7 +109,7 @@ class Tokenizer:
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]."""
-        ids = self._processor.encode([clean(text, "canonicalize") for text in captions], num_threads=1)
+        ids = self._processor.encode([clean(cut_text(text), "canonicalize") for text in captions], num_threads=1)
         tokens = torch.full((len(ids), self.context_length), self.pad_id, dtype=torch.int64)
         room = self.context_length - 1
         for i, row in enumerate(ids):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from infcl.data.tokenizer import Tokenizer, clean
+from infcl.data.tokenizer import Tokenizer, clean, cut_text
 from infcl.models.open_clip_config import import_open_clip
 
 PREFIX, HF_PREFIX = "open_clip:", "hf:"
@@ -55,7 +55,7 @@ class OpenClipTokenizer:
             self._bpe.cache = {token: token for token in list(self._bpe.cache)[: len(self._bpe.all_special_ids)]}
         tokens = torch.zeros(len(captions), self.context_length, dtype=torch.int64)
         for i, caption in enumerate(captions):
-            ids = self._bpe.encode(caption)
+            ids = self._bpe.encode(cut_text(caption))
             self.truncated += len(ids) > self.context_length - 2
             row = [self._bpe.sot_token_id, *ids[: self.context_length - 2], self.eos_id]
             tokens[i, : len(row)] = torch.tensor(row)
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
 
     def rows(self, captions: Sequence[str]) -> list[list[int]]:
         """Return each caption's ids without padding, at most context_length; count those that were cut."""
-        texts = [text if self.how is None else clean(text, self.how) for text in captions]
+        texts = [text if self.how is None else clean(text, self.how) for text in map(cut_text, captions)]
         if not texts:
             return []
         if self.mode == "clips":  # [bos, ..., eos, pad, ..., cls]
