@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infcl.config.words import printable
 from infcl.data.evaluation import EvalConfig, EvalSample, EvalSamples, class_names, eval_source
 from infcl.data.index import SampleKeys
 from infcl.data.shards import expand_shards
@@ -54,7 +55,7 @@ class Task(ABC):
 
     @abstractmethod
     def target(self, sample: EvalSample) -> Any | None:
-        """Return what the image is compared with, or None to skip it. Raises ValueError if its label is invalid."""
+        """Return what the image is compared with, or None to skip it."""
 
     @abstractmethod
     def collate(self, samples: list[tuple[torch.Tensor, Any]]) -> tuple[torch.Tensor, ...]:
@@ -68,16 +69,19 @@ class Task(ABC):
         """Check that one of the first TRIED samples is usable. Collective: rank 0 reads.
 
         Raises:
-            ValueError: none of them is, or a label is invalid.
+            ValueError: none of them is.
         """
 
         def try_data() -> None:
-            samples = self.source(limit=TRIED)
-            if any(self.target(sample) is not None for sample in samples):
-                return
+            samples, first = self.source(limit=TRIED), ""
+            for sample in samples:
+                if self.target(sample) is not None:
+                    return
+                samples.skipped[self.skipped_as] += 1
+                first = first or f"; the first: {printable(f'{sample.key} {sample.metadata}'[:200])}"
             counts = ", ".join(f"{cause}: {count}" for cause, count in samples.skipped.items())
             among = f" among its first {TRIED:,} samples" if samples.is_cut else ""
-            problem = f"{self.data}: no image {self.missing}{among}{f' ({counts})' if counts else ''}"
+            problem = f"{self.data}: no image {self.missing}{among}{f' ({counts}{first})' if counts else ''}"
             if not (self.leaves_out and samples.is_cut):
                 raise ValueError(f"{problem}; docs/howto/evaluate.md has the format")
             log.warning("%s; the others are read during the evaluation", problem)
@@ -198,15 +202,8 @@ class ZeroShotTask(Task):
             raise ValueError(f"{data}: none of its {len(folders)} folders is a class of {classes}")
 
     def target(self, sample: EvalSample) -> int | None:
-        """Return the sample's row of ClassSet.right, or None if a classes file excludes its label."""
-        label = sample.metadata.get("label", sample.caption.strip() or None)
-        row = self.classes.rows.get(str(label))
-        if row is None and not self.leaves_out:
-            raise ValueError(
-                f"{self.data}: sample {sample.key} has label {label!r}; an index below {len(self.classes.names)} "
-                "(the number of class names), or a label of the classnames file, is needed"
-            )
-        return row
+        """Return the sample's row of ClassSet.right, or None if its label is of no class that competes."""
+        return self.classes.rows.get(str(sample.metadata.get("label", sample.caption.strip() or None)))
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, ...]:
         images, rows = zip(*samples)

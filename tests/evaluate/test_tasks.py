@@ -56,7 +56,9 @@ def test_a_set_without_a_usable_sample_is_rejected_before_it_is_evaluated(tmp_pa
     task(of(shard(tmp_path / "good", encode(picture(1)), json=good)), **options).check()
     with pytest.raises(ValueError, match=r"broken: no image .*\(not_an_image: 1\)"):
         task(of(shard(tmp_path / "broken", b"<html>", json=good)), **options).check()
-    with pytest.raises(ValueError, match="no image with a caption|has label 'bird'"):
+    with pytest.raises(
+        ValueError, match=r"no image (with a|of a) .*\((no_caption|other_class): 1; the first: .*'bird'"
+    ):
         task(of(shard(tmp_path / "bare", encode(picture(1)), json=b'{"label": "bird"}')), **options).check()
 
 
@@ -96,12 +98,23 @@ def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatc
         if begins is None:
             RetrievalTask(of(data), **COMMON).check()
         else:
-            with pytest.raises(ValueError, match=f"no image with a caption among its {begins}; docs"):
+            with pytest.raises(ValueError, match=f"no image with a caption among its {begins} .no_caption: "):
                 RetrievalTask(of(data), **COMMON).check()
     write_tar(tmp_path / "sorted.tar", members[:-3])  # without its dog, and no longer than what is tried
     monkeypatch.setattr(tasks, "TRIED", 5)
-    with pytest.raises(ValueError, match="no image of a class; docs"):
+    with pytest.raises(ValueError, match="no image of a class .other_class: 5; the first: "):
         late.check()
+
+
+def test_an_image_with_a_label_of_no_class_is_skipped_and_counted(tmp_path, one_rank):
+    members = [
+        (f"{i}.{kind}", data) for i in range(4) for kind, data in (("png", encode(picture(i))), ("cls", b"%d" % i))
+    ]
+    write_tar(tmp_path / "0.tar", members)
+    task = ZeroShotTask(of(str(tmp_path / "0.tar")), **of_files(tmp_path))
+    task.check()
+    samples = task.source()
+    assert len(list(task._usable(samples))) == 2 and samples.skipped == {"other_class": 2}
 
 
 def test_folders_of_no_class_are_rejected_before_an_image_is_read(tmp_path):
