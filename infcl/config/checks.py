@@ -14,6 +14,7 @@ from infcl.config.settings import AUGMENTATIONS, TrainConfig, is_table, option_o
 BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "> 0": (lambda value: value > 0, "must be greater than 0"),
     ">= 0": (lambda value: value >= 0, "must not be negative"),
+    "[0, 1]": (lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
     "[0, 1)": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),
     "[-2, 2]": (lambda value: -2 <= value <= 2, "must lie in [-2, 2]: it is a difference of two cosines"),
     "(0, 1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),

@@ -81,7 +81,7 @@ class TrainConfig:
         type=partial(_number_or_auto, auto=AUTO_WORKERS, least=0),
     )
     aug_cfg: dict = _data({}, "augmentation, e.g. scale=0.9,1.0 ratio=0.75,1.33 hflip=0.5", nargs="*", metavar="K=V")
-    max_bad_fraction: float = _data(0.01, "stop the run when more than this share of samples is unreadable", "[0, 1)")
+    max_bad_fraction: float = _data(0.01, "stop the run when more than this share of samples is unreadable", "[0, 1]")
     max_image_pixels: int = _data(25_000_000, "skip images with more pixels, without decoding them", "> 0")
     ignore_exif_orientation: bool = _data(False, "use images as stored, as open_clip does")
     image_key: str = _data("jpg;png;jpeg;webp", "extensions of the image member")

@@ -1,7 +1,6 @@
 """Evaluation data: every sample once, in order, split over ranks, from shards, an image folder, a table or a list.
 
-In:  webdataset shards, a folder with one sub-folder per class, a .csv or .tsv table (table.py),
-     or a .jsonl file of {"image": path relative to the file, "captions": [str, ...]}; image size.
+In:  webdataset shards, a folder with one sub-folder per class, or a .csv, .tsv or .jsonl table (table.py); image size.
 Out: `EvalSample`s: the image after the evaluation transform, the captions, the json member (class labels), the key.
 """
 
@@ -9,7 +8,7 @@ import contextlib
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_im
 from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
 from infcl.data.records import BadSample, Record
 from infcl.data.shards import expand_shards
-from infcl.data.storage import ShardFault, open_lines
+from infcl.data.storage import ShardFault
 from infcl.data.streaming import stream_records
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, read_image
 from infcl.data.transforms import EvalTransform, PillowTransform
@@ -43,7 +42,7 @@ class EvalConfig:
     """Settings of an evaluation set.
 
     Args:
-        data: shards, a folder of class folders, a table, or a .jsonl file.
+        data: shards, a folder of class folders, or a table.
         image_size: side S of the square images, in pixels.
         keys: which members of a shard form a sample.
         columns: which columns of a table form a sample.
@@ -96,15 +95,16 @@ class EvalSamples:
     """Iterate over the samples of an evaluation set in order; sample i goes to rank i % world_size.
 
     Threads decode ahead; the decoders and the resize release the GIL. Samples without a usable image are left out and
-    counted by cause in `skipped`. A missing caption is no error, since classification needs none. Every rank streams
-    all shards, and rank 0 counts the damaged ones; of image files a rank reads only its own.
+    counted by cause in `skipped`. A missing caption is no error, since classification needs none. A rank reads only
+    its own samples, and the headers of all shards; of a remote shard it copies all. Rank 0 counts the damaged ones.
 
     Args:
         source: the shards, or the records of image files, whose `where` is the image's path.
         config: how samples are made.
         rank, world_size: determine the samples of this rank.
         threads: number of decoding threads.
-        limit: stop after this many samples; `is_cut` is then true if there are more.
+        left_out: cause -> number of samples that the source lacks, which rank 0 counts.
+        limit: stop after this many samples of this rank; `is_cut` is then true if there are more.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class EvalSamples:
         world_size: int = 1,
         threads: int = 4,
         limit: int | None = None,
+        left_out: Mapping[str, int] | None = None,
     ):
         self.transform = (PillowTransform if config.resize == "pil" else EvalTransform)(
             config.image_size, config.preprocess
@@ -123,7 +124,7 @@ class EvalSamples:
         self.source, self.keys, self.limits, self.lines = source, config.keys, config.limits, config.captions == "lines"
         self.rank, self.world_size, self.threads = rank, world_size, threads
         self.limit, self.is_cut = limit, False
-        self.skipped: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter(left_out if rank == 0 else None)
 
     def __iter__(self) -> Iterator[EvalSample]:
         own = self._own()
@@ -145,15 +146,11 @@ class EvalSamples:
 
         records: Iterable[tuple[str, Record]]
         if callable(self.source):
-            records = ((record.where, record) for record in self.source())
+            records = ((record.where, record) for record in islice(self.source(), self.rank, None, self.world_size))
         else:
-            records = stream_records(self.source, self.keys, shard_failed)
-        for i, named in enumerate(records):
-            if i == self.limit:
-                self.is_cut = True
-                return
-            if i % self.world_size == self.rank:
-                yield named
+            records = stream_records(self.source, self.keys, shard_failed, rank=self.rank, world_size=self.world_size)
+        yield from islice(records, self.limit)
+        self.is_cut = next(iter(records), None) is not None
 
     def _decode(self, key: str, record: Record) -> EvalSample | BadSample:
         if record.fault is not None:
@@ -187,18 +184,17 @@ class EvalSamples:
 def eval_source(config: EvalConfig) -> Callable[..., EvalSamples]:
     """Return a function that takes the options of EvalSamples and returns the samples. The set is listed once.
 
-    The metadata of a sample in a class folder is {"label": name of the folder}. In a .jsonl file, it is the line's
+    The metadata of a sample in a class folder is {"label": name of the folder}. In a .jsonl table, it is the line's
     object. Raises ValueError if the data does not exist or cannot be read.
     """
     path = Path(config.data)
-    if path.suffix == ".jsonl":
-        files = caption_list(path)
-    elif is_table(config.data):
-        return partial(EvalSamples, TableReader(config.data, columns=config.columns).captions, config)
-    elif path.is_dir() and not any(path.glob("*.tar")):
-        files = class_folders(path)
-    else:
+    if is_table(config.data):
+        table = TableReader(config.data, columns=config.columns)
+        left_out = {name.removeprefix("index/"): count for name, count in table.found.items()}
+        return partial(EvalSamples, table.captions, config, left_out=left_out)
+    if not path.is_dir() or any(path.glob("*.tar")):
         return partial(EvalSamples, expand_shards(config.data), config)
+    files = class_folders(path)
     records = [Record(None, None, json.dumps(metadata).encode(), str(path)) for path, metadata in files]
     return partial(EvalSamples, lambda: records, config)
 
@@ -224,26 +220,3 @@ def class_folders(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 def class_names(folder: Path) -> list[str]:
     """Return the names of the sub-folders that are not hidden, sorted."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-
-
-def caption_list(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return [(image path, {"captions": [...], ...}), ...] of a .jsonl file. Raises ValueError on a bad line."""
-    files, number = [], 0
-    try:
-        with open_lines(path, encoding="utf-8-sig") as lines:
-            for line in lines:
-                number += 1
-                if not line.strip():
-                    continue
-                record = parse_json(line.encode())
-                captions, image = record.get("captions"), record.get("image")
-                if not isinstance(captions, list) or not all(isinstance(text, str) for text in [image, *captions]):
-                    raise BadSample("bad_json", 'not of the form {"image": "a.jpg", "captions": ["...", ...]}')
-                files.append((path.parent / str(image), record))
-    except BadSample as bad:
-        raise ValueError(f"{path}, line {number}: {bad}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from None
-    if not files:
-        raise ValueError(f"{path}: no samples in it")
-    return files

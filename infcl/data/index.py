@@ -14,10 +14,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from infcl.config.disk import write_atomic
 from infcl.data.storage import ShardFault, ShardFile, is_remote, open_regular, open_shard, retry
@@ -95,6 +98,21 @@ class Shard(NamedTuple):
 
 
 _IN_HEADER = Shard._fields[2:-1]  # of a sidecar
+_Cause = Literal["no_image", "no_caption", "duplicate_member", "dotted_name", "image_file_too_large"]
+
+
+class _Header(TypedDict):
+    """First line of a sidecar."""
+
+    format: str
+    image_key: str
+    text_key: str
+    samples: int
+    file_bytes: int
+    version: int
+    rejected: dict[_Cause, int]
+    damage: str | None
+    bad_keys: dict[_Cause, list[str]]
 
 
 def find_samples(
@@ -156,7 +174,7 @@ def scan_shard(path: str, keys: SampleKeys) -> tuple[Shard, np.ndarray]:
         ValueError: it is compressed.
     """
     with contextlib.closing(retry(lambda: open_shard(path), path)) as file:
-        pread = _read_ahead(file, path) if is_remote(path) else file.pread
+        pread = _read_ahead(file, path) if is_remote(path) else lambda *at: retry(lambda: file.pread(*at), path)
         rows, bad_keys, damage = find_samples(pread, file.file_bytes, path, keys)
     usable = []
     for key, row in rows.items():
@@ -250,7 +268,10 @@ def read_sidecar(shard: Shard) -> np.ndarray | None:
         return None
     begins, sizes = members[:, ::2], members[:, 1::2]
     outside = (members < ABSENT).any() or (begins > shard.file_bytes).any() or (sizes > shard.file_bytes - begins).any()
-    return None if outside else members
+    uneven = ((begins == ABSENT) != (sizes == ABSENT)).any() or (members[:, 0] == ABSENT).any()
+    # members of a tar do not overlap
+    large = sizes.clip(0).sum() > shard.file_bytes or (sizes > [MAX_IMAGE_BYTES, 2**62, MAX_JSON_BYTES]).any()
+    return None if outside or uneven or large else members
 
 
 def _read_header(path: Path, expected: dict[str, Any]) -> dict | None:
@@ -258,11 +279,16 @@ def _read_header(path: Path, expected: dict[str, Any]) -> dict | None:
     try:
         with open(path, "rb", opener=open_regular) as file:
             line = file.readline(_MAX_HEADER)
-            header = json.loads(line)
+            header: Any = _header_type().validate_json(line, strict=True)
             is_complete = len(line) + header["samples"] * 48 == os.fstat(file.fileno()).st_size
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, ShardFault):
+    except (OSError, ValueError, ShardFault):
         return None
     return header if is_complete and expected.items() <= header.items() else None
+
+
+@cache
+def _header_type() -> TypeAdapter[_Header]:
+    return TypeAdapter(_Header)
 
 
 def _digest(text: str) -> str:

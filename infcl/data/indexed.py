@@ -7,6 +7,7 @@ micro-batch has its full shape on every rank. The log of skipped samples is retu
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -23,7 +24,8 @@ from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_datal
 
 _log = logging.getLogger(__name__)
 Collection = ShardReader | TableReader
-_ATTEMPTS = 8  # samples tried for one position before the data is declared unusable
+_ATTEMPTS = 10_000  # samples tried for one position; whether too many are bad is decided by their share (loader.py)
+_STORAGE_SECONDS = 60.0  # for one position, if storage fails
 
 
 class IndexedDataset:
@@ -59,7 +61,7 @@ class IndexedDataset:
 
     def _decode_or_replace(self, record: Record, epoch: int, position: int, number: int, log: ReadLog):
         """Return (decoded sample, its number) of `record`, or of its first usable replacement."""
-        storage_fails = False
+        storage_fails, started = False, time.monotonic()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self.decoder.decode(record, epoch, position, log), number
@@ -67,11 +69,12 @@ class IndexedDataset:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
                 storage_fails |= record.fault is not None
                 last = f"{bad.cause}: {record.where}: {bad}"
+                if storage_fails and time.monotonic() > started + _STORAGE_SECONDS:
+                    break
             raw = draw(self.decoder.seed, epoch, position, stream=attempt, count=1)[0]
             number = int(raw) % self.num_samples
             record = self.collection.read(np.array([number]), on_part=self.board.reads)[0]
-        what = f"{_ATTEMPTS} samples in a row could not be used (the last: {last})"
-        raise NoBatch(what) if storage_fails else NoBatch(f"{what}; is this a data set of images?", 2)
+        raise NoBatch.after(attempt, last, storage_fails=storage_fails)
 
 
 class PlanSampler:
@@ -123,6 +126,7 @@ class IndexedSource(Source):
             self._dataset,
             num_workers=data.workers,
             item_bytes=decoder.batch_bytes(share.rows),
+            node_readers=share.node_readers,
             timeout=data.timeout,
             sampler=self._sampler,
             persistent_workers=data.workers > 0,

@@ -19,7 +19,7 @@ depend on the number of ranks.
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from infcl.data.indexed import IndexedSource
 from infcl.data.plan import Share
 from infcl.data.records import ShardReader
 from infcl.data.samples import SampleDecoder
-from infcl.data.shards import load_manifest
+from infcl.data.shards import Shard, load_manifest
 from infcl.data.streaming import StreamingSource
 from infcl.data.table import TableReader
 from infcl.data.tokenizer.open_clip import AnyTokenizer
@@ -213,26 +213,36 @@ class TrainLoader(StepLoader):
         share: the samples of each step that this process reads.
         image_size: side S of the square images, in pixels.
         seed: of the sample order, the augmentations and all other random choices.
+        indexed: the shards that other processes of this node have indexed (shards.load_manifest).
 
     Raises:
         ValueError: shards are missing, there are too few samples for one global batch, or (streaming) there are too few
             shards for ranks x workers.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: AnyTokenizer, share: Share, *, image_size: int, seed: int):
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: AnyTokenizer,
+        share: Share,
+        *,
+        image_size: int,
+        seed: int,
+        indexed: Mapping[str, Shard] | None = None,
+    ):
         transform = TrainTransform(image_size, **data.aug)
         decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=data.keys, limits=data.limits, texts=data.texts)
         source: Source
         if data.dataset_type == "streaming":
             source = StreamingSource(data, decoder, share)
         else:
-            source = IndexedSource(_collection(data, share), data, decoder, share)
+            source = IndexedSource(_collection(data, indexed), data, decoder, share)
         super().__init__(
             source, share, seed=seed, max_bad_fraction=data.max_bad_fraction, tokenizer_sha256=tokenizer.sha256
         )
 
 
-def _collection(data: DataConfig, share: Share) -> ShardReader | TableReader:
+def _collection(data: DataConfig, indexed: Mapping[str, Shard] | None) -> ShardReader | TableReader:
     if data.dataset_type == "csv":
         return TableReader(data.urls, columns=data.columns, factors=data.upsampling_factors)
     manifest = load_manifest(
@@ -240,7 +250,6 @@ def _collection(data: DataConfig, share: Share) -> ShardReader | TableReader:
         factors=data.upsampling_factors,
         keys=data.keys,
         index_cache=data.index_cache,
-        rank=share.reader,
-        world_size=share.readers,
+        indexed=indexed,
     )
     return ShardReader(manifest, data.keys, needs_json=data.texts.needs_json)

@@ -33,12 +33,14 @@ class Share:
         batch: batch sizes of a step.
         rank: the data-parallel rank.
         part, parts: index of this process in its rank, and the number of processes per rank.
+        node_readers: processes on this node, which share its memory.
     """
 
     batch: BatchPlan
     rank: int
     part: int = 0
     parts: int = 1
+    node_readers: int = 1
 
     def __post_init__(self):
         assert self.batch.rank_batch_size > 0 and self.batch.micro_batch_size % self.parts == 0, self

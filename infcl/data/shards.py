@@ -11,8 +11,8 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import escape, glob
@@ -22,10 +22,12 @@ import numpy as np
 
 from infcl.config import OneLineParser, counted
 from infcl.config.redaction import check_text, redact_output
+from infcl.config.words import printable
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, Shard, ensure_index
 from infcl.data.storage import ShardFault, is_remote, open_lines
 
 _SHOWN_KEYS = 100  # printed per cause
+_OPENED_AT_ONCE = 16  # shards per process: remote storage answers after 50 to 100 ms
 _SOURCES = re.compile("(?<!filecache)::")  # filecache::URL is one URL, of fsspec's cache
 
 
@@ -154,7 +156,7 @@ class Manifest:
     @property
     def warnings(self) -> list[str]:
         return [
-            f"damaged shard, its intact samples are used: {shard.path}: {shard.damage}"
+            f"damaged shard, its intact samples are used: {shard.path}: {printable(shard.damage)}"
             for shard in sorted(self.shards)
             if shard.damage
         ]
@@ -166,20 +168,16 @@ def load_manifest(
     factors: Sequence[float] | None = None,
     keys: SampleKeys = DEFAULT_KEYS,
     index_cache: str | None = None,
-    rank: int = 0,
-    world_size: int = 1,
+    indexed: Mapping[str, Shard] | None = None,
 ) -> Manifest:
     """Index every shard that has no valid index yet, and return the list of all shards.
-
-    Every rank calls this and gets the same result. Ranks start at different shards and reuse the indexes that other
-    ranks have written meanwhile, so they share the work without communication.
 
     Args:
         urls: the value of --train-data, or several such values.
         factors: upsampling factors, one for each `::` part of `urls`.
         keys: which members of a shard form a sample.
         index_cache: folder for indexes that cannot be stored next to their shards.
-        rank, world_size: choose the shard at which this process starts.
+        indexed: path -> shard, of those that other processes of this node have indexed. They are not opened.
 
     Raises:
         ValueError: a shard is missing or cannot be read.
@@ -188,14 +186,18 @@ def load_manifest(
     factor_of = {
         path: float(factor) for paths, factor in zip(sources, check_factors(factors, sources)) for path in paths
     }
-    paths, shards = list(factor_of), {}
-    begin = rank * len(paths) // world_size
-    for path in paths[begin:] + paths[:begin]:
-        try:
-            shards[path] = ensure_index(path, keys, index_cache)._replace(factor=factor_of[path])
-        except ShardFault as fault:
-            raise ValueError(f"1 of {len(paths)} shards cannot be used: {fault}") from fault
-    return Manifest(tuple(shards[path] for path in paths))
+    known = dict(indexed or {})
+    known |= index_shards([path for path in factor_of if path not in known], keys, index_cache)
+    return Manifest(tuple(known[path]._replace(factor=factor) for path, factor in factor_of.items()))
+
+
+def index_shards(paths: Sequence[str], keys: SampleKeys, index_cache: str | None) -> dict[str, Shard]:
+    """Return path -> indexed shard. Raises ValueError if a shard cannot be read."""
+    try:
+        with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+            return dict(zip(paths, pool.map(partial(ensure_index, keys=keys, cache_folder=index_cache), paths)))
+    except ShardFault as fault:
+        raise ValueError(f"1 of {counted(len(paths), 'shard')} cannot be used: {fault}") from fault
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -208,19 +210,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
     parser.add_argument("--jobs", type=int, default=1, help="shards indexed at the same time")
     args = parser.parse_args(arguments)
-    load = partial(
-        load_manifest,
-        args.urls,
-        keys=SampleKeys(image=args.image_key, text=args.text_key),
-        index_cache=args.index_cache,
-        world_size=args.jobs,
-    )
+    keys, indexed = SampleKeys(image=args.image_key, text=args.text_key), {}
     try:
         if args.jobs > 1:
-            with ProcessPoolExecutor(args.jobs) as pool:  # as ranks do, each process starts at another shard
-                for part in [pool.submit(load, rank=rank) for rank in range(args.jobs)]:
-                    part.result()
-        manifest = load()
+            paths = expand_shards(args.urls)
+            index = partial(index_shards, keys=keys, index_cache=args.index_cache)
+            with ProcessPoolExecutor(args.jobs) as pool:
+                for part in pool.map(index, [paths[job :: args.jobs] for job in range(args.jobs)]):
+                    indexed |= part
+        manifest = load_manifest(args.urls, keys=keys, index_cache=args.index_cache, indexed=indexed)
     except ValueError as error:
         parser.error(str(error))
     print(f"{counted(len(manifest.shards), 'shard')}, {manifest.num_samples} samples, sha256 {manifest.sha256[:16]}")

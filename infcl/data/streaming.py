@@ -35,7 +35,7 @@ from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_datal
 
 _log = logging.getLogger(__name__)
 _SHUFFLE_BUFFER = 2048  # undecoded samples
-_BAD_PER_MICRO_BATCH = 8  # times its size: more bad samples than that stop the run
+_BAD_IN_A_ROW = 10_000  # stop the run
 
 
 def stream_records(
@@ -44,15 +44,19 @@ def stream_records(
     failed: Callable[[str, str, Exception], None],
     *,
     on_part: Callable[[int], None] = lambda part: None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[tuple[str, Record]]:
-    """Yield (key, record) of every sample, in order.
+    """Yield (key, record) of every sample, in order; with `world_size` > 1, of samples rank, rank + world_size, ...
 
     Args:
         urls: the shards.
         keys: which members of a shard form a sample.
         failed: called with (cause, url, error) for each shard that cannot be opened or is damaged.
         on_part: called with the number of each shard before it is read.
+        rank, world_size: of the members of other samples only the headers are read.
     """
+    first = rank  # row of the next sample in its shard
     for number, url in enumerate(urls):
         on_part(number)
         try:
@@ -60,7 +64,9 @@ def stream_records(
                 rows, _, damage = find_samples(file.pread, file.file_bytes, url, keys)
                 if damage:
                     failed("damaged_shard", url, ValueError(f"{url}: {damage}"))
-                for key, row in rows.items():
+                own = islice(rows.items(), first, None, world_size)
+                first = (first - len(rows)) % world_size
+                for key, row in own:
                     name = key.encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
                     yield name, _read_record(file, row, f"{url} {name}", url)
         except ShardFault as fault:
@@ -93,20 +99,19 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 
     def _micro_batches(self) -> Iterator[tuple[dict[str, torch.Tensor] | None, ReadLog]]:
         log: ReadLog = {"skipped": [], "noted": []}
-        samples, ids = [], []
+        samples, ids, in_a_row = [], [], 0
         for _, record in self._records(log):
             number = int.from_bytes(hashlib.blake2b(record.where.encode(), digest_size=8).digest(), "big") >> 1
             try:
                 samples.append(self.decoder.decode(record, self.epoch + (self.passes << 32), number, log))
                 ids.append(number)
+                in_a_row = 0
             except BadSample as bad:
                 log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
-                if len(log["skipped"]) > _BAD_PER_MICRO_BATCH * self.share.rows:
-                    raise NoBatch(
-                        f"{len(log['skipped'])} bad samples for {len(samples)} good ones (the last: {bad.cause}: "
-                        f"{record.where}: {bad}); is this a data set of images?",
-                        2,
-                    ) from bad
+                in_a_row += 1
+                if in_a_row == _BAD_IN_A_ROW:
+                    last = f"{bad.cause}: {record.where}: {bad}"
+                    raise NoBatch.after(in_a_row, last, storage_fails=record.fault is not None) from bad
             if len(samples) == self.share.rows:
                 yield self._batch(samples, ids, log)
                 samples, ids, log["skipped"], log["noted"] = [], [], [], []
@@ -167,6 +172,7 @@ class StreamingSource(Source):
             self._dataset,
             num_workers=data.workers,
             item_bytes=decoder.batch_bytes(share.rows),
+            node_readers=share.node_readers,
             timeout=data.timeout,
         )
 
@@ -199,10 +205,11 @@ class StreamingSource(Source):
                     pending["noted"] += ["repeated"] * repeated
                     yield batch, pending
                     pending = {"skipped": [], "noted": []}
-            shards = counted(len(self._dataset.shards), "shard")
             if not samples and (passes or not done):
-                last = "; ".join(f"{url}: {why.removeprefix(f'{url}: ')}" for _, url, why in pending["skipped"][-3:])
-                raise NoBatch(f"no sample in any shard of a rank, of {shards} in all; the last ones: {last}")
+                bad = pending["skipped"] or [("no_sample", "the shards", "they are empty")]
+                last = "; ".join(f"{cause}: {url}: {why.removeprefix(f'{url}: ')}" for cause, url, why in bad[-3:])
+                storage_fails = any(cause.startswith("shard_") for cause, _, _ in bad)
+                raise NoBatch.after(len(bad), last, storage_fails=storage_fails)
             if passes == 0:
                 _log.warning("the shards of a rank ended before epoch %d and are repeated (noted/repeated)", epoch)
 

@@ -27,11 +27,17 @@ ReadLog = dict[str, list]
 
 
 class NoBatch(RuntimeError):
-    """A micro-batch cannot be produced. The message is one line. `exit_code` is 2 if the data is unusable, else 1."""
+    """A micro-batch cannot be produced. The message is one line. `exit_code` is 65 if the data is unusable, else 1."""
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
         self.exit_code = exit_code
+
+    @classmethod
+    def after(cls, bad: int, last: str, *, storage_fails: bool) -> "NoBatch":
+        """Return the failure after `bad` samples in a row; `last` describes the last one."""
+        what = f"{bad:,} samples in a row could not be used (the last: {last})"
+        return cls(what) if storage_fails else cls(f"{what}; is this a data set of images?", 65)
 
 
 class WorkerBoard:
@@ -183,7 +189,7 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 
 
 def make_dataloader(
-    dataset: Any, *, num_workers: int, item_bytes: int, timeout: float = 0.0, **options: Any
+    dataset: Any, *, num_workers: int, item_bytes: int, node_readers: int = 1, timeout: float = 0.0, **options: Any
 ) -> DataLoader:
     """Return a DataLoader of the items of `dataset`, one micro-batch each, in order; pinned if there is a GPU.
 
@@ -191,6 +197,7 @@ def make_dataloader(
         dataset: returns or yields micro-batches.
         num_workers: worker processes; 0 reads in this process.
         item_bytes: size of a micro-batch.
+        node_readers: processes of this node that make such a DataLoader.
         timeout: seconds without a micro-batch of the workers after which the DataLoader raises; 0: never.
         options: further options of torch's DataLoader.
 
@@ -198,7 +205,7 @@ def make_dataloader(
         ValueError: this machine lacks what the workers need, see `_check_shared_memory`.
     """
     if num_workers:
-        _check_shared_memory(num_workers, item_bytes)
+        _check_shared_memory(num_workers, item_bytes, node_readers)
         options |= {
             "prefetch_factor": _PREFETCH,
             "timeout": timeout,
@@ -214,12 +221,14 @@ def make_dataloader(
     )
 
 
-def _check_shared_memory(num_workers: int, item_bytes: int) -> None:
+def _check_shared_memory(num_workers: int, item_bytes: int, node_readers: int) -> None:
     """Raise ValueError if shared memory does not suffice: a worker would die of SIGBUS in the middle of a run."""
-    needed, free = num_workers * _PREFETCH * item_bytes / 2**20, shutil.disk_usage(_SHARED_MEMORY).free / 2**20
+    free = shutil.disk_usage(_SHARED_MEMORY).free / 2**20
+    needed = node_readers * num_workers * _PREFETCH * item_bytes / 2**20
     if needed > free:
         raise ValueError(
-            f"{counted(num_workers, 'worker')} x {_PREFETCH} micro-batches of {item_bytes / 2**20:,.3f} MiB need "
-            f"{needed:,.3f} MiB of {_SHARED_MEMORY} per rank, {free:,.3f} MiB are free: use fewer --workers, a smaller "
+            f"{counted(node_readers, 'rank')} x {counted(num_workers, 'worker')} x {_PREFETCH} micro-batches of "
+            f"{item_bytes / 2**20:,.3f} MiB need {needed:,.3f} MiB of {_SHARED_MEMORY} per node, {free:,.3f} MiB are "
+            "free: use fewer --workers, a smaller "
             "--batch-size, or more shared memory (docker run --shm-size)"
         )

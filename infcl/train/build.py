@@ -19,6 +19,7 @@ from infcl.data.config import DataConfig
 from infcl.data.evaluation import EvalConfig
 from infcl.data.loader import StepLoader, TrainLoader
 from infcl.data.plan import Share
+from infcl.data.shards import Shard, expand_shards, index_shards
 from infcl.data.synthetic import SyntheticSource
 from infcl.data.tokenizer.open_clip import AnyTokenizer, OpenClipTokenizer
 from infcl.data.tokenizer.source import find_tokenizer, read_ids
@@ -213,7 +214,13 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
         ValueError: on every rank, if the data cannot be used or differs between ranks.
     """
     config, model_config = inputs.spec.flags, inputs.model_config
-    share = Share(inputs.spec.batch, parallel.dp_rank, part=parallel.tp_rank, parts=parallel.tp_size)
+    share = Share(
+        inputs.spec.batch,
+        parallel.dp_rank,
+        part=parallel.tp_rank,
+        parts=parallel.tp_size,
+        node_readers=ranks_of_host(parallel),
+    )
     image_size = model_config.vision_cfg.image_size
     if config.dataset_type == "synthetic":
         assert config.train_num_samples is not None, "checked with the flags"
@@ -231,9 +238,28 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
         return StepLoader(source, share, seed=config.seed)
     assert inputs.tokenizer is not None, "checked with the flags"
     data, tokenizer = DataConfig.of(config), inputs.tokenizer
-    loader = on_every_rank(lambda: TrainLoader(data, tokenizer, share, image_size=image_size, seed=config.seed))
+    indexed = _index_shards(data, parallel) if data.dataset_type == "webdataset" else {}
+    loader = on_every_rank(
+        lambda: TrainLoader(data, tokenizer, share, image_size=image_size, seed=config.seed, indexed=indexed)
+    )
     _require_same_data(loader)
     return loader
+
+
+def _index_shards(data: DataConfig, parallel: Parallel) -> dict[str, Shard]:
+    """Index all shards, each by one rank of this node: nodes may have copies and index caches of their own. Collective.
+
+    Raises:
+        ValueError: on every rank, if a shard is missing or cannot be read.
+    """
+
+    def own() -> dict[str, Shard]:
+        paths = expand_shards(data.urls)
+        return index_shards(paths[parallel.local_rank :: ranks_of_host(parallel)], data.keys, data.index_cache)
+
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), on_every_rank(own)))
+    return {path: shard for host, part in everyone if host == socket.gethostname() for path, shard in part.items()}
 
 
 def build_schedule(spec: RunSpec, loader: StepLoader) -> Schedule:

@@ -2,7 +2,7 @@
 
 0    finished; also --help, --dry-run, and a folder whose run is finished
 1    a failure, with its traceback; a failed loader, with one line
-2    a usage error, unusable data, or another run took over the folder
+2    a usage error, data without a sample, or another run took over the folder
 65   too many bad samples or non-finite values: a restart would end the same way
 69   a node is lost (infcl/parallel/heartbeat.py ends the process)
 74   storage failed: the trained model, or too many checkpoints in a row, could not be written

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from infcl.data.evaluation import caption_list
 from infcl.data.index import MAX_IMAGE_BYTES
+from infcl.data.storage import LocalFile
 from infcl.data.table import TableColumns
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
 from tests.lib.small_loader import eval_samples
@@ -17,6 +17,19 @@ def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
     one, many = (list(eval_samples(shards, image_size=16, threads=threads)) for threads in (1, 8))
     assert [s.key for s in one] == [s.key for s in many] and len(one) == 40
     assert all((a.image == b.image).all() and a.caption == b.caption for a, b in zip(one, many))
+
+
+def test_ranks_read_their_own_samples_of_shards_only(tmp_path, monkeypatch):
+    folder, read, world = write_shards(tmp_path / "s", [7, 30, 3, 1]), [], 4
+    pread = LocalFile.pread
+    monkeypatch.setattr(LocalFile, "pread", lambda *at: read.append(pread(*at)) or read[-1])
+    whole = [sample.caption for sample in eval_samples(folder, image_size=8)]
+    images = sum(len(part) for part in read if len(part) > 512)
+    assert len(whole) == 41
+    for rank in range(world):
+        read.clear()
+        own = [sample.caption for sample in eval_samples(folder, image_size=8, rank=rank, world_size=world)]
+        assert own == whole[rank::world] and sum(len(part) for part in read if len(part) > 512) < images / 3
 
 
 def test_class_folders_give_every_image_with_its_folders_name(tmp_path):
@@ -69,23 +82,18 @@ def test_a_caption_list_has_lines_where_its_json_has(tmp_path):
     lines = [{"image": "x.png", "captions": [caption]} for caption in captions]
     text = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert [record["captions"][0] for _, record in caption_list(tmp_path / "c.jsonl")] == captions
+    (tmp_path / "x.png").write_bytes(encode(picture(2)))
+    assert [sample.caption for sample in eval_samples(str(tmp_path / "c.jsonl"), image_size=8)] == captions
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        *(
-            (bad, ", line 3: ")
-            for bad in (b"not json", b'{"image": "a.jpg"}', b'{"image": 3, "captions": []}', b'{"captions": [1]}')
-        ),
-        ('{"image": "a.jpg", "captions": ["é"]}'.encode("latin-1"), " is not UTF-8: .*byte 0xe9"),
-    ],
-)
-def test_a_wrong_line_of_a_caption_list_is_named(tmp_path, line, message):
-    (tmp_path / "c.jsonl").write_bytes(b'{"image": "a.jpg", "captions": ["x"]}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=f"c.jsonl{message}"):
-        caption_list(tmp_path / "c.jsonl")
+def test_lines_that_are_no_samples_are_counted(tmp_path):
+    (tmp_path / "x.png").write_bytes(encode(picture(2)))
+    lines = [b'{"image": "x.png", "captions": ["x"]}', b"not json", b"", b'{"image": 3}', b'{"captions": [1]}', b"[1]"]
+    lines += [b'{"image": "x.png"}', '{"image": "x.png", "captions": ["\u00e9"]}'.encode("latin-1")]
+    (tmp_path / "c.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    samples = eval_samples(str(tmp_path / "c.jsonl"), image_size=8)
+    assert [sample.captions for sample in samples] == [["x"], [], ["\udce9"]]
+    assert samples.skipped == {"bad_row": 2, "no_image": 2}
 
 
 def test_data_that_is_not_there_is_rejected_at_once(tmp_path):

@@ -201,6 +201,10 @@ def test_workers_that_would_overflow_shared_memory_are_rejected(shards, tokenize
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
     with pytest.raises(ValueError, match=r"of 0\.\d+ MiB need 0\.\d+ MiB of /dev/shm .* 0.004 MiB are free"):
         step_loader(shards, tokenizer, workers=4)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))  # for all ranks of the node
+    step_loader(shards, tokenizer, workers=4)
+    with pytest.raises(ValueError, match="8 ranks x 4 workers x 4 micro-batches .* per node"):
+        step_loader(shards, tokenizer, workers=4, node_readers=8)
 
 
 @pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])
@@ -212,7 +216,7 @@ def test_a_worker_s_failure_reaches_the_rank_in_one_line(tmp_path, tokenizer, da
     except NoBatch as failure:
         message, code = str(failure), failure.exit_code
     assert re.search("not_an_image: .*0.tar .*is this a data set of images", message)
-    assert code == 2 and "\n" not in message
+    assert code == 65 and "\n" not in message
 
 
 def test_workers_that_cannot_have_their_processes_end_the_run_in_one_line(shards, tokenizer, monkeypatch):
@@ -263,6 +267,32 @@ def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokeniz
         list(loader)
 
 
+@pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])
+def test_the_share_of_bad_samples_decides_and_not_a_run_of_them(tmp_path, tokenizer, dataset_type):
+    """49 of 50 are bad, so a position has to pass 49 on average."""
+    members = [member for i in range(100) for member in pair_members(i)]
+    names = {members[3 * i][0] for i in (7, 8)}
+    write_tar(
+        tmp_path / "0.tar", [(name, d if name in names or name[-3:] in ("txt", "son") else b"") for name, d in members]
+    )
+    options = {"dataset_type": dataset_type, "num_samples": 100, "micro_batch_size": 2, "num_micro_batches": 1}
+    loader = step_loader(str(tmp_path), tokenizer, max_bad_fraction=1.0, **options)
+    steps = [sum(step, []) for step in zip(sample_numbers(loader))]
+    assert len(steps) == 50 and len(set(sum(steps, []))) == 2
+    with pytest.raises(TooManyBadSamples):
+        list(step_loader(str(tmp_path), tokenizer, max_bad_fraction=0.5, **options))
+
+
+def test_storage_that_fails_for_long_ends_the_run_as_a_failure_that_may_pass(shards, tokenizer, monkeypatch):
+    monkeypatch.setattr("infcl.data.indexed._STORAGE_SECONDS", 0.0)
+    fault = ShardFault("shard_unreadable", "away")
+    read = ShardReader.read
+    monkeypatch.setattr(ShardReader, "read", lambda *a, **k: [r._replace(fault=fault) for r in read(*a, **k)])
+    with pytest.raises(NoBatch, match="1 samples in a row .*shard_unreadable: .*away") as caught:
+        list(step_loader(shards, tokenizer))
+    assert caught.value.exit_code == 1
+
+
 def test_each_window_may_have_its_bad_samples_and_a_run_ends_when_one_cannot_end_well(shards, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._WINDOW", 10)
     monkeypatch.setattr("infcl.data.loader._BAD_ALLOWED", 0)
@@ -298,7 +328,7 @@ def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"holds 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):
         step_loader(str(tmp_path), tokenizer)
     write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(9) for e in ("png", "txt")])
-    with pytest.raises(RuntimeError, match="8 samples in a row could not be used .the last: not_an_image"):
+    with pytest.raises(NoBatch, match="10,000 samples in a row could not be used .the last: not_an_image"):
         list(step_loader(str(tmp_path), tokenizer))
 
 

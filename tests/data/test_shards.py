@@ -1,8 +1,10 @@
 import gzip
 import io
+import json
 import os
 import pickle
 import tarfile
+import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from infcl.config import BatchPlan
+from infcl.data import shards, tar
 from infcl.data.index import SampleKeys, ensure_index, scan_shard
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw
 from infcl.data.records import ShardReader
@@ -193,7 +196,22 @@ def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(tmp_path
 def test_the_manifest_names_the_data_not_the_place(tmp_path):
     a, b = write_shards(tmp_path / "a", [3, 2]), write_shards(tmp_path / "b", [3, 2])
     other = write_shards(tmp_path / "c", [2, 3])
-    assert load_manifest(a).sha256 == load_manifest(b, rank=1, world_size=2).sha256 != load_manifest(other).sha256
+    assert load_manifest(a).sha256 == load_manifest(b).sha256 != load_manifest(other).sha256
+
+
+def test_shards_are_opened_at_the_same_time_and_those_of_other_ranks_not_at_all(tmp_path, monkeypatch):
+    folder, opened, both = write_shards(tmp_path / "a", [1] * 5), [], threading.Barrier(2, timeout=30)
+    manifest, open_one = load_manifest(folder), shards.ensure_index
+
+    def ensure(path, *args, **kwargs):
+        opened.append(path)
+        both.wait()  # raises if one is opened after the other
+        return open_one(path, *args, **kwargs)
+
+    monkeypatch.setattr(shards, "ensure_index", ensure)
+    of_others = {shard.path: shard for shard in manifest.shards[::2]}
+    assert load_manifest(folder, indexed=of_others).sha256 == manifest.sha256
+    assert sorted(opened) == [shard.path for shard in manifest.shards[1::2]]
 
 
 def test_damaged_shards_are_listed_with_what_is_wrong(tmp_path, capsys):
@@ -234,12 +252,30 @@ def test_indexing_says_which_samples_are_left_out(tmp_path, capsys):
         assert "z18\n    and 11 more\n" in out
 
 
-@pytest.mark.parametrize("damage", ["offset", "cut", "gone"])
+def all_of_it(rows: np.ndarray, file_bytes: int) -> None:
+    rows[:, :2] = 0, file_bytes  # more than the file in all
+
+
+def no_image(rows: np.ndarray, file_bytes: int) -> None:
+    rows[:, :2] = -1
+
+
+def no_size(rows: np.ndarray, file_bytes: int) -> None:
+    rows[0, 1] = -1
+
+
+@pytest.mark.parametrize("damage", ["offset", "cut", "gone", all_of_it, no_image, no_size])
 def test_a_damaged_index_is_built_anew(tmp_path, damage):
     manifest = load_manifest(write_shards(tmp_path / "a", [3]))
     index = Path(manifest.shards[0].index_path)
     data = index.read_bytes()
-    index.write_bytes({"offset": data[:-48] + b"\x7f" * 48, "cut": data[:40], "gone": b""}[damage])
+    if callable(damage):
+        head, _, rest = data.partition(b"\n")
+        rows = np.frombuffer(rest, "<i8").reshape(-1, 6).copy()
+        damage(rows, manifest.shards[0].file_bytes)
+        index.write_bytes(head + b"\n" + rows.tobytes())
+    else:
+        index.write_bytes({"offset": data[:-48] + b"\x7f" * 48, "cut": data[:40], "gone": b""}[damage])
     if damage == "gone":
         index.unlink()
     records = ShardReader(manifest).read(np.arange(3))
@@ -359,6 +395,43 @@ def test_an_extended_header_of_megabytes_is_not_read_into_memory(tmp_path, monke
     monkeypatch.setattr(LocalFile, "pread", lambda file, size, at: sizes.append(size) or pread(file, size, at))
     ((_, record),) = stream_records([str(path)], SampleKeys(), lambda *failure: None)
     assert record.text == b"picture number 0" and max(sizes) <= 2 << 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"samples": 3.0}, {"samples": "3"}, {"samples": -3}, {"rejected": {"a": "b"}}, {"rejected": {"\x1b[31m": 1}},
+     {"damage": 3}, {"bad_keys": {"no_image": 3}}, {"version": None}],
+    ids=str,
+)  # fmt: skip
+def test_an_index_whose_header_has_wrong_types_is_built_again(tmp_path, wrong):
+    shard = load_manifest(write_shards(tmp_path, [3])).shards[0]
+    index = Path(shard.index_path)
+    data = index.read_bytes()
+    head, _, rest = data.partition(b"\n")
+    index.write_bytes(json.dumps(json.loads(head) | wrong).encode() + b"\n" + rest)
+    assert load_manifest(str(tmp_path)).shards == (shard,) and index.read_bytes() == data
+
+
+def test_what_an_index_says_is_damaged_is_shown_without_control_characters(tmp_path):
+    index = Path(load_manifest(write_shards(tmp_path, [3])).shards[0].index_path)
+    head, _, rest = index.read_bytes().partition(b"\n")
+    index.write_bytes(json.dumps(json.loads(head) | {"damage": "\x1b[31mred"}).encode() + b"\n" + rest)
+    assert load_manifest(str(tmp_path)).warnings[0].endswith(r"00000.tar: \x1b[31mred")
+
+
+def test_pax_headers_of_many_records_take_linear_time():
+    def copied(count: int) -> int:
+        class Counting(bytes):
+            def __getitem__(self, key):
+                part = super().__getitem__(key)
+                sizes.append(len(part) if isinstance(part, bytes) else 1)
+                return Counting(part) if isinstance(part, bytes) else part
+
+        sizes: list[int] = []
+        assert tar._pax_records(Counting(b"9 k=abcd\n" * count)) == {b"k": b"abcd"}
+        return sum(sizes)
+
+    assert copied(2000) <= 3 * copied(1000)
 
 
 def test_an_index_that_is_cut_while_it_is_open_costs_nothing(tmp_path):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from infcl.data.captions import decode_captions
-from infcl.data.evaluation import caption_list
 from infcl.data.loader import TrainLoader
 from infcl.data.pack import main
 from infcl.data.records import ShardReader
@@ -110,8 +109,26 @@ def test_a_table_is_data_and_runs_nothing(tmp_path):
         + b"../../etc/hostname\tx\n\x00\xff\tx\n"
     )
     records = TableReader(str(table)).read(np.arange(3))
-    assert [record.fault.cause for record in records[::2]] == ["missing_image_file"] * 2
+    assert [record.fault.cause for record in records[::2]] == ["unsupported_url", "missing_image_file"]
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["zip://x.jpg::/tmp/x.zip", "dir://x", "reference://x", "generic://x", "jupyter://x", "filecache::http://x/a.jpg",
+     "s3://bucket/x::zip://y", "http://[::1", "http:///x.jpg"],
+)  # fmt: skip
+def test_a_row_with_any_other_url_is_a_bad_sample(table, tokenizer, url, monkeypatch):
+    monkeypatch.setattr("infcl.data.storage.BACKOFF", 0.0)
+    table.write_text(table.read_text().replace("images/gone.png", url))
+    loader = make(table, tokenizer)
+    assert {int(batch["ids"]) for (batch,) in loader} == set(range(5))
+    assert {"skipped/unsupported_url", "skipped/missing_image_file", "skipped/shard_unreadable"} & set(loader.report())
+
+
+def test_an_image_may_have_a_file_url(table):
+    table.write_text(table.read_text().replace("images/0.png", f"file://{table.parent}/images/0.png"))
+    assert TableReader(str(table)).read(np.array([0]))[0].image == encode(picture(0))
 
 
 def test_several_tables_have_upsampling_factors(table, tokenizer):
@@ -149,13 +166,13 @@ def test_a_table_that_lies_elsewhere_is_the_same_data(table, tmp_path, monkeypat
     assert TableReader("t.csv").sha256 != here
 
 
-@pytest.mark.parametrize("read", [TableReader, caption_list])
-def test_a_line_without_an_end_is_no_table_or_list(tmp_path, monkeypatch, read):
-    with open(tmp_path / "t", "wb") as file:
-        file.write(b"filepath\ttitle\n" if read is TableReader else b"")
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+def test_a_line_without_an_end_is_no_table(tmp_path, name):
+    with open(tmp_path / name, "wb") as file:
+        file.write(b"filepath\ttitle\n" if name == "t.csv" else b"")
         file.truncate(17 << 20)
-    with pytest.raises(ValueError, match="t: a line of more than 16 MB"):
-        read(tmp_path / "t" if read is caption_list else str(tmp_path / "t"))
+    with pytest.raises(ValueError, match=f"{name}: a line of more than 16 MB"):
+        TableReader(str(tmp_path / name))
 
 
 def test_a_jsonl_trains_as_a_table_with_lists_of_captions_and_keys(table, tokenizer):

@@ -16,7 +16,7 @@ from infcl.data.tokenizer.learn import train_tokenizer
 def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed: int = 0, **options) -> TrainLoader:
     """Make a loader; options are fields of DataConfig, BatchPlan and Share."""
     sizes = [options.pop(name, 1) for name in ("world_size", "num_micro_batches", "micro_batch_size")]
-    where = {name: options.pop(name) for name in ("part", "parts") if name in options}
+    where = {name: options.pop(name) for name in ("part", "parts", "node_readers") if name in options}
     share = Share(BatchPlan(*sizes), options.pop("rank", 0), **where)
     data = DataConfig(urls, **{"workers": 0, **options})
     return TrainLoader(data, tokenizer, share, image_size=image_size, seed=seed)
