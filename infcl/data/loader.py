@@ -242,7 +242,7 @@ class TrainLoader(StepLoader):
         )
 
 
-def _collection(data: DataConfig, indexed: Mapping[str, Shard] | None) -> ShardReader | TableReader:
+def _collection(data: DataConfig, indexed: Mapping[str, Shard] | None = None) -> ShardReader | TableReader:
     if data.dataset_type == "csv":
         return TableReader(data.urls, columns=data.columns, factors=data.upsampling_factors)
     manifest = load_manifest(

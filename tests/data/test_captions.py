@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from infcl.config import BatchPlan
 from infcl.data.captions import decode_captions
 from infcl.data.config import DataConfig
 from infcl.data.evaluation import EvalConfig
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import _collection
-from infcl.data.plan import Share
 from infcl.data.records import BadSample, Record
 from infcl.data.samples import SampleTexts
 from infcl.data.tokenizer.learn import captions_of
@@ -67,8 +65,7 @@ def test_training_evaluation_and_tokenizer_use_the_same_captions_of_a_text_of_se
     else:
         write_tar(data, [("0.png", encode(picture(0))), ("0.txt", text.encode())])
     training = DataConfig(str(data), dataset_type="csv" if kind == "csv" else "webdataset")
-    share = Share(BatchPlan(1, 1, 1), rank=0)
-    assert list(captions_of(_collection(training, share), 9)) == [text]
+    assert list(captions_of(_collection(training), 9)) == [text]
     for captions, wanted in (("one", [text]), ("lines", text.splitlines())):
         texts = SampleTexts(lines=captions == "lines")
         loader = small_loader(str(data), tokenizer, dataset_type=training.dataset_type, texts=texts)

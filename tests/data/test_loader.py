@@ -201,10 +201,10 @@ def test_workers_that_would_overflow_shared_memory_are_rejected(shards, tokenize
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
     with pytest.raises(ValueError, match=r"of 0\.\d+ MiB need 0\.\d+ MiB of /dev/shm .* 0.004 MiB are free"):
         step_loader(shards, tokenizer, workers=4)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))  # for all ranks of the node
-    step_loader(shards, tokenizer, workers=4)
-    with pytest.raises(ValueError, match="8 ranks x 4 workers x 4 micro-batches .* per node"):
-        step_loader(shards, tokenizer, workers=4, node_readers=8)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))  # for all ranks of the node
+    step_loader(shards, tokenizer, workers=1)
+    with pytest.raises(ValueError, match="8 ranks x 1 worker x 4 micro-batches .* per node"):
+        step_loader(shards, tokenizer, workers=1, node_readers=8)
 
 
 @pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])

@@ -169,7 +169,7 @@ def test_bytes_from_another_place_than_asked_are_not_used(web):
     with pytest.raises(OSError, match="bytes from 512 were requested, the server sent bytes 513-522/"):
         file.pread(10, 512)
     behaviour.shift, behaviour.short = 0, 10
-    with pytest.raises(OSError, match="IncompleteRead"):
+    with pytest.raises(OSError, match="1000 bytes were requested, the server sent 10"):
         file.pread(1000, 0)
     behaviour.short = None
     assert len(file.pread(1000, 0)) == 1000
@@ -238,7 +238,7 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, monkeypatch
     for url in ("nosuch://bucket/x.tar", "zip://x.tar::memory://x.zip", "memory://x::zip://y"):
         with pytest.raises(ShardFault, match="is not a url of file, http"):
             open_shard(url)
-    monkeypatch.setattr(storage, "SCHEMES", ("nosuch",))
+    monkeypatch.setattr(storage, "SCHEMES", ("nosuch", "http"))
     with pytest.raises(ShardFault, match="driver for it is missing"):
         open_shard("nosuch://bucket/x.tar")
     with pytest.raises(ValueError, match="1 of 1 shard cannot be used: http:///x.tar: 3 attempts failed.*host"):
