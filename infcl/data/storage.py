@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from typing import IO, TextIO, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import urllib3
@@ -256,7 +256,12 @@ class HttpFile(RemoteFile):
 
     def _get(self, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         headers = {"Accept-Encoding": "identity"} | headers
-        options = {"headers": headers, "redirect": False, "preload_content": False, "decode_content": False}
+        options: dict[str, Any] = {
+            "headers": headers,
+            "redirect": False,
+            "preload_content": False,
+            "decode_content": False,
+        }
         response = self._pool.request("GET", self._final, **options)
         for _ in range(_REDIRECTS):
             if not (to := response.get_redirect_location()):

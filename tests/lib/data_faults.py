@@ -216,7 +216,11 @@ class Outcome:
 
     def cell(self, reader: str) -> str:
         """Return the cell of the page's table."""
-        counts = [f"`{name}`" + f" {n}" * (reader == "indexed") for name, n in self.report.items() if name != "samples"]
+        counts = [
+            f"`{name}`" + f" {n}" * (reader == "indexed")
+            for name, n in self.report.items()
+            if name not in ("samples", "noted/repeated")
+        ]
         return f"ends: {self.error}" if self.error else f"{self.used} used" + "; " * bool(counts) + ", ".join(counts)
 
 

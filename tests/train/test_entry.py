@@ -27,14 +27,13 @@ def test_steps_that_stay_not_finite_end_with_a_code_of_their_own(demo_folder, tm
     assert ended.stderr.count("pretrain_clip.py: error: 21 steps in a row had gradients that are not finite") == 1
 
 
-def test_data_without_images_ends_a_rank_with_one_line_and_exit_code_2(demo_folder, tmp_path):
+def test_data_without_images_ends_a_rank_with_one_line_and_the_code_of_bad_data(demo_folder, tmp_path):
     write_tar(tmp_path / "shards" / "0.tar", [(f"{i}.{e}", b"text") for i in range(64) for e in ("png", "txt")])
     arguments = command(demo_folder, tmp_path, "--steps", "1", "--workers", "0", "--train-data", f"{tmp_path}/shards")
     ended = forked([*arguments, "--device", "cpu"], 1)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert (
-        ended.stderr.count("pretrain_clip.py: error: rank 0: 8 samples in a row could not be used (the last: not_") == 1
-    )
+    assert ended.returncode == 65 and "Traceback" not in ended.stderr
+    message = "pretrain_clip.py: error: rank 0: 10,000 samples in a row could not be used (the last: not_"
+    assert ended.stderr.count(message) == 1
 
 
 def test_storage_that_fails_at_the_end_ends_the_run_with_one_line_and_a_code_of_its_own(demo_folder, tmp_path):
