@@ -36,7 +36,7 @@ class NoBatch(RuntimeError):
     @classmethod
     def after(cls, bad: int, last: str, *, storage_fails: bool) -> "NoBatch":
         """Return the failure after `bad` samples in a row; `last` describes the last one."""
-        what = f"{bad:,} samples in a row could not be used (the last: {last})"
+        what = f"{counted(bad, 'sample')} in a row could not be used (the last: {last})"
         return cls(what) if storage_fails else cls(f"{what}; is this a data set of images?", 65)
 
 

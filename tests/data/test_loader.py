@@ -288,7 +288,7 @@ def test_storage_that_fails_for_long_ends_the_run_as_a_failure_that_may_pass(sha
     fault = ShardFault("shard_unreadable", "away")
     read = ShardReader.read
     monkeypatch.setattr(ShardReader, "read", lambda *a, **k: [r._replace(fault=fault) for r in read(*a, **k)])
-    with pytest.raises(NoBatch, match="1 samples in a row .*shard_unreadable: .*away") as caught:
+    with pytest.raises(NoBatch, match="1 sample in a row .*shard_unreadable: .*away") as caught:
         list(step_loader(shards, tokenizer))
     assert caught.value.exit_code == 1
 

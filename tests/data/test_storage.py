@@ -136,11 +136,14 @@ def test_ranged_reads_of_neighbours_are_one_request(web, tmp_path):
 
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("fault", ["stall", "short"])
-def test_a_transfer_that_stalls_or_breaks_off_ends_by_time_out_and_is_never_used(web, monkeypatch, fault, ranges):
+@pytest.mark.parametrize("after", [0, 700])  # 0: in the opening request too
+def test_a_transfer_that_stalls_or_breaks_off_ends_by_time_out_and_is_never_used(
+    web, monkeypatch, fault, ranges, after
+):
     url, behaviour = web
     behaviour.ranges = ranges
     monkeypatch.setattr(storage, "TIMEOUT", 0.4)
-    setattr(behaviour, fault, 700)
+    setattr(behaviour, fault, after)
     texts, ((cause, message),) = streamed(url + "/00000.tar")
     assert texts == [] and cause == "shard_unreadable" and "00000.tar: 3 attempts failed, the last with" in message
     setattr(behaviour, fault, None)
