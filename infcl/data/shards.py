@@ -210,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
     parser.add_argument("--jobs", type=int, default=1, help="shards indexed at the same time")
     args = parser.parse_args(arguments)
-    keys, indexed = SampleKeys(image=args.image_key, text=args.text_key), {}
+    keys = SampleKeys(image=args.image_key, text=args.text_key)
+    indexed: dict[str, Shard] = {}
     try:
         if args.jobs > 1:
             paths = expand_shards(args.urls)
