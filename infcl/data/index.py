@@ -14,15 +14,14 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from infcl.config.disk import write_atomic
+from infcl.config.json_file import parse_record
 from infcl.data.storage import ShardFault, ShardFile, is_remote, open_regular, open_shard, retry
 from infcl.data.tar import tar_members
 
@@ -279,16 +278,11 @@ def _read_header(path: Path, expected: dict[str, Any]) -> dict | None:
     try:
         with open(path, "rb", opener=open_regular) as file:
             line = file.readline(_MAX_HEADER)
-            header: Any = _header_type().validate_json(line, strict=True)
+            header: Any = parse_record(line, _Header, str(path))
             is_complete = len(line) + header["samples"] * 48 == os.fstat(file.fileno()).st_size
     except (OSError, ValueError, ShardFault):
         return None
     return header if is_complete and expected.items() <= header.items() else None
-
-
-@cache
-def _header_type() -> TypeAdapter[_Header]:
-    return TypeAdapter(_Header)
 
 
 def _digest(text: str) -> str:
