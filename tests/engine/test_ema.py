@@ -163,7 +163,14 @@ def test_the_average_is_evaluated_and_exported(averaged_run, tmp_path):
     assert scores != json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["retrieval"]
 
 
-def test_a_run_without_an_average_has_none_to_export(demo_folder, tmp_path, capsys):
-    run_losses(1, demo_config(demo_folder, tmp_path, steps=1))
+def test_a_run_without_an_average_has_none_to_export_and_one_starts_at_its_weights(demo_folder, tmp_path, capsys):
+    plain = demo_config(demo_folder, tmp_path, steps=1)
+    run_losses(1, plain)
     assert convert(["export", str(tmp_path / "run"), "--ema"]) == 2
     assert "without --ema-decay" in capsys.readouterr().err
+    checkpoint = complete_checkpoints(RunFolder(tmp_path / "run"))[0]
+    averaged = dataclasses.replace(plain, ema_decay=0.9, logs=str(tmp_path / "averaged"), resume=str(checkpoint))
+    run_losses(1, averaged)
+    runs = (tmp_path / "run", tmp_path / "averaged" / "run")
+    weights, average = (load_exported(run / "export")[0].state_dict() for run in runs)
+    assert all(torch.equal(average[name], weights[name]) for name in weights)
