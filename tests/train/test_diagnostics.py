@@ -1,5 +1,6 @@
 """What a step says about itself: the sample's losses, gradient norms per tower in every stage, MFU's arithmetic."""
 
+import json
 import math
 
 import pytest
@@ -57,8 +58,8 @@ def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():
     assert not sampled.values.requires_grad
 
 
-def norms_of_the_towers(engine) -> list[float]:
-    return engine.grad_norms()[:2].tolist()
+def norms_before_the_step(engine) -> list[float]:
+    return engine.grad_norms().tolist()
 
 
 @pytest.mark.parametrize(
@@ -67,18 +68,26 @@ def norms_of_the_towers(engine) -> list[float]:
         *((f"zero{stage}", "fp32", 1e-4) for stage in (0, 1, 2, 3)),
         *((f"zero{stage}", "bf16", 2e-2) for stage in (1, 2, 3)),
         ("zero3_offload", "fp32", 1e-4),
+        *((f"offloaded {stage}", "fp32", 1e-4) for stage in (1, 2)),
+        ("offloaded 2", "bf16", 2e-2),
     ],
 )
-def test_a_tower_s_norm_is_that_of_its_own_gradients(preset, precision, within):
+def test_the_norms_are_those_of_a_tower_s_gradients_and_of_all(preset, precision, within, tmp_path):
     """bf16 gradients are kept in other buffers; the reference is one process, in float32, without an engine."""
     model = demo_model(checkpointing=False).train()
-    squares = {"image": 0.0, "text": 0.0}
+    squares = {"image": 0.0, "text": 0.0, "all": 0.0}
     for name, gradient in gradients_in_one_process(2, model, demo_batch).items():
+        square = float(gradient.square().sum())
+        squares["all"] += square
         if name != "logit_scale":
-            squares["image" if name.startswith("visual.") else "text"] += float(gradient.square().sum())
+            squares["image" if name.startswith("visual.") else "text"] += square
     wanted = [math.sqrt(square) for square in squares.values()]
-    assert max(wanted) > 1.2 * min(wanted)  # swapped ones would show
-    options = {"before_step": norms_of_the_towers, "precision": precision}
+    assert max(wanted[:2]) > 1.2 * min(wanted[:2])  # swapped ones would show
+    options = {"before_step": norms_before_the_step, "precision": precision}
+    if preset.startswith("offloaded"):
+        zero = {"stage": int(preset[-1]), "offload_optimizer": {"device": "cpu"}}
+        options["deepspeed_config"] = str(tmp_path / "preset.json")
+        (tmp_path / "preset.json").write_text(json.dumps({"zero_optimization": zero}))
     for norms in run_ranks(step_of_the_towers, 2, preset, 1, False, False, **options):
         assert norms == pytest.approx(wanted, rel=within)
 
