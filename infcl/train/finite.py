@@ -73,10 +73,10 @@ class Skips:
         self.say(f"step {step.number} was skipped, its gradients are not finite{scale}:\n  {shown}")
         checkpoints = self.saves.checkpoints
         if step.is_last and not math.isfinite(step.loss):
-            checkpoints.publish()
+            self.saves.publish()
             raise Diverged(f"the last loss is {step.loss}: nothing is exported; {checkpoints.hint}. {shown}")
         if self.in_a_row > MAX_SKIPPED:
-            self.saves.finish(unless_after=step.number - self.in_a_row)
+            self.saves.finish(diverged=True)
             raise Diverged(
                 f"{self.in_a_row} steps in a row had gradients that are not finite, more than {MAX_SKIPPED}; "
                 f"{checkpoints.hint}. Step {step.number}:\n  {shown}"

@@ -70,27 +70,26 @@ class Saves:
         self.parallel, self.state = parallel, state
         self.checkpoints, self.signals = checkpoints, signals
 
-    def begin(self) -> None:
-        """Begin a checkpoint of this step, unless one has begun; a later `publish` completes it."""
-        state = self.state()
-        if state["step"] != self.checkpoints.begun_step:
-            self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
+    def publish(self) -> Path | None:
+        """Complete the checkpoint that has begun, if any, and return it: before an evaluation, which may fail."""
+        return self.checkpoints.publish()
 
-    def finish(self, *, unless_after: int | None = None) -> Path | None:
+    def finish(self, *, diverged: bool = False) -> Path | None:
         """Complete the checkpoint that has begun, and write one of this step if there is none yet.
 
         Args:
-            unless_after: not if a checkpoint of a later step than this has begun.
+            diverged: the last steps were skipped; a checkpoint of one of them has the same weights and suffices.
 
         Returns:
             The checkpoint of this step; None if it existed already or cannot be written.
         """
-        if unless_after is not None:
-            self.checkpoints.publish()
-            if (self.checkpoints.begun_step or 0) > unless_after:
+        if diverged:
+            state = self.state()
+            self.publish()
+            if (self.checkpoints.begun_step or 0) > state["step"] - state["skipped_in_a_row"]:
                 return None
-        self.begin()
-        return self.checkpoints.publish()
+        self._begin()
+        return self.publish()
 
     def end(self) -> int:
         """Write the checkpoint of the last step, in two attempts. Return the signal that any rank has received, or 0.
@@ -123,7 +122,7 @@ class Saves:
         number, someone_writes = max_over(dist.group.WORLD, own, self.parallel.device)
         due = number or (not step.is_last and any(step.number % every == 0 for every in self.every))
         if self.checkpoints.pending and (due or not someone_writes):  # before the next one begins, to know if it failed
-            self.checkpoints.publish()
+            self.publish()
         failed = self.checkpoints.failed_in_a_row
         if failed > MAX_FAILED_SAVES and not number and not step.is_last:
             raise NotWritten(
@@ -132,10 +131,16 @@ class Saves:
                 f"({self.checkpoints.problem}). Fix that; {self.checkpoints.hint}"
             )
         if due:
-            self.begin()
+            self._begin()
         if number:
-            self.checkpoints.publish()
+            self.publish()
             raise Stopped(int(number))
+
+    def _begin(self) -> None:
+        """Begin a checkpoint of this step, unless one has begun."""
+        state = self.state()
+        if state["step"] != self.checkpoints.begun_step:
+            self.checkpoints.begin(state["step"], state, prunes=not state["skipped_in_a_row"])
 
 
 class StopSignals:
