@@ -31,26 +31,26 @@ train: $(VENV)/.installed
 	@PATH="$$PWD/$(BIN):$$PATH" DATA=$(DATA) LOGS=$(LOGS) NAME=$(NAME) PRESET=$(PRESET) bash launch/demo.sh $(FLAGS)
 
 # The suite and `lint` run at the same time: tests wait for other processes, and leave a core idle then.
-test: $(VENV)/.installed
+test: $(VENV)/.installed-test
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going lint suite
 
 # The order of the files is conftest.py's: the longest first.
-suite: $(VENV)/.installed
+suite: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(SHARED)
 
-test-all: $(VENV)/.installed
+test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m 'long and not slow and $(ON_A_CPU)' $(SHARED)
 
 # Those for GPUs and clusters have their own markers.
-test-slow: $(VENV)/.installed
+test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m 'slow and $(ON_A_CPU)' -o addopts='' -q -rs $(SKIPS)
 
 # Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh) and
 # the launchers that are not installed (openmpi-bin, slurm-wlm).
-test-cluster: $(VENV)/.installed
+test-cluster: $(VENV)/.installed-test
 	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m cluster -o addopts='' -v -rs $(SKIPS) --durations 0 --durations-min 1
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -60,10 +60,10 @@ lint: $(VENV)/.installed
 charts: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.charts
 
-docs: $(VENV)/.installed
+docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-coverage: $(VENV)/.installed
+coverage: $(VENV)/.installed-test
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -m 'not slow and $(ON_A_CPU)'
 	$(BIN)/coverage combine --quiet
@@ -76,6 +76,10 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
 clean:

@@ -1,7 +1,7 @@
 """An exported folder is the model: for this package, for open_clip and for Hugging Face's tokenizers.
 
-open_clip_torch and transformers come with requirements.txt (transformers from Python 3.11 on); a test that misses its
-package is skipped. Alone: `python -m pytest tests/convert/test_export.py`.
+open_clip_torch and transformers come with requirements-test.txt (transformers from Python 3.11 on); a test that
+misses its package is skipped. Alone: `python -m pytest tests/convert/test_export.py`.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The hf export is the model for transformers: features, tokens and pixels; what CLIPModel cannot express is rejected.
 
-transformers comes with requirements.txt (from Python 3.11 on); the tests that load with it are skipped without.
+transformers comes with requirements-test.txt (from Python 3.11 on); the tests that load with it are skipped without.
 """
 
 import importlib.util

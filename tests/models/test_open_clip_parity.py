@@ -1,6 +1,7 @@
 """These towers and open_clip's are the same functions of the same weights.
 
-Needs open_clip_torch (requirements.txt installs it); alone: `python -m pytest tests/models/test_open_clip_parity.py`.
+Needs open_clip_torch (requirements-test.txt installs it). Alone:
+`python -m pytest tests/models/test_open_clip_parity.py`.
 """
 
 import json
