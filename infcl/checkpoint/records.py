@@ -55,6 +55,15 @@ class Metrics(TypedDict):
     samples_seen: NonNegativeInt
 
 
+class Evaluation(TypedDict):
+    """A line of evaluations.jsonl."""
+
+    checkpoint: str
+    task: str
+    data: str
+    metrics: dict[str, float]
+
+
 class Position(TypedDict):
     epoch: NonNegativeInt
     step: NonNegativeInt

@@ -8,6 +8,7 @@ LOGS/NAME/
   loss_curve.png      export/                       summary.json       written last; marks a finished run
   report/             python -m infcl.report        profile/, wandb/   by --profile, --report-to wandb
   running.json        the process of rank 0, while it trains
+  evaluations.jsonl   a line per python -m infcl.evaluate of this run
 """
 
 import contextlib
@@ -36,7 +37,10 @@ from infcl.parallel import Parallel, from_first_rank
 from infcl.parallel.host_info import git_commit, package_versions
 
 _FOLDERS = ("checkpoints", "export", "tensorboard")
-_FILES = ("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json")
+_FILES = (
+    *("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json"),
+    "evaluations.jsonl",
+)
 _MAY_DIFFER = {  # flags that may change when a command is repeated
     *("resume", "overwrite", "logs", "name", "debug"),
     *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
@@ -66,6 +70,7 @@ class RunFolder:
         self.is_finished = False  # whether an earlier start finished the run
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
+        self.evaluations = self.root / "evaluations.jsonl"
         self.summary = self.root / "summary.json"
         self.loss_curve = self.root / "loss_curve.png"
         self.export = self.root / "export"

@@ -46,16 +46,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return report_mistake("infcl.evaluate", error)
     if rank == 0:
-        print(table(result), flush=True)
-        line = redacted(json.dumps(result))
-        try:
-            with open(args.out, "a", encoding="utf-8") if args.out else contextlib.nullcontext(sys.stdout) as file:
-                print(line, file=file, flush=True)
-        except OSError as error:
+        line, run = redacted(json.dumps(result)), run_of(Path(args.checkpoint))
+        print(table(result), *([] if args.out else [line]), sep="\n", flush=True)
+        if run is not None and (error := _append(line, run.evaluations)):
+            print(f"{error}: a report about {run.root} will not show these results", file=sys.stderr, flush=True)
+        if args.out and (error := _append(line, args.out)):
             print(line, flush=True)  # keep the results of a long evaluation
-            return report_mistake("infcl.evaluate", ValueError(f"--out {args.out}: {error.strerror}"))
+            return report_mistake("infcl.evaluate", ValueError(f"--out {error}"))
     destroy_parallel(parallel)
     return 0
+
+
+def _append(line: str, path: str | Path) -> str:
+    """Append a line to a file; return why it could not be written, or ""."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            print(line, file=file, flush=True)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
 
 
 def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
@@ -153,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=tuple(PRECISIONS), default="fp32")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--dist-timeout", type=float, default=30.0, help="minutes after which a hung collective ends the run [30]")
-    add("--out", help="append the JSON line to this file instead of printing it")
+    add("--out", help="append the JSON line to this file instead of printing it; RUN/evaluations.jsonl has it too")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 

@@ -97,7 +97,7 @@ def evaluation_charts(run: Run) -> list[Chart]:
 
 def loss_curve(records: list[dict]) -> list[Chart]:
     """Return charts of the loss and of the logit scale over the "train" records of a run."""
-    run = Run(Path(), "", records, {}, {}, {}, None)
+    run = Run(Path(), "", records, {}, [], {}, {}, None)
     return [_filled(chart, run) for chart in (_LOSS, _LOGIT_SCALE)]
 
 

@@ -4,6 +4,7 @@ page.html is the template, which escapes every text. This module computes the va
 """
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -41,6 +42,7 @@ def write_report(run: Run, out: Path) -> Path:
         phases=_phases(run),
         evaluations=evaluation_charts(run),
         evaluation=_last_evaluations(run),
+        later=_later_evaluations(run),
         gallery=retrieval_gallery(run),
         causes=_causes(run),
         settings=_settings(run),
@@ -105,16 +107,30 @@ def _phases(run: Run) -> list[tuple[str, float, float]]:
 
 def _last_evaluations(run: Run) -> dict[str, str]:
     """Return the last evaluations: {"image→text": "R@1 41.8% · R@5 96.1%", "zero-shot": "top-1 90.0%", ...}."""
-    lines: dict[str, list[str]] = {}
+    lines: dict[str, str] = {}
     for kind, records in run.evaluations.items():
-        for name, value in records[-1].items():
-            if name in ("kind", "step", "samples_seen"):
-                continue
-            line = kind.replace("_", "-")
-            if match := re.fullmatch("(image|text)_to_(image|text)_(.*)", name):
-                line, name = f"{match[1]}→{match[2]}", match[3]
-            form = ".1%" if name in _SHARES else ",.0f" if value == round(value) else ",.4g"
-            lines.setdefault(line, []).append(f"{_SHARES.get(name, name.replace('_', ' '))} {value:{form}}")
+        lines |= _in_words(kind.replace("_", "-"), records[-1])
+    return lines
+
+
+def _later_evaluations(run: Run) -> list[tuple[str, dict[str, str]]]:
+    """Return the results of infcl.evaluate: (weights and data, {line: figures}), the newest last."""
+    return [
+        (f"{record['checkpoint']} on {record['data']}", _in_words(record["task"], record["metrics"]))
+        for record in run.later
+    ]
+
+
+def _in_words(kind: str, metrics: dict) -> dict[str, str]:
+    lines: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        if name in ("kind", "step", "samples_seen") or not (isinstance(value, (int, float)) and math.isfinite(value)):
+            continue
+        line = kind
+        if match := re.fullmatch("(image|text)_to_(image|text)_(.*)", name):
+            line, name = f"{match[1]}→{match[2]}", match[3]
+        form = ".1%" if name in _SHARES else ",.0f" if value == round(value) else ",.4g"
+        lines.setdefault(line, []).append(f"{_SHARES.get(name, name.replace('_', ' '))} {value:{form}}")
     return {line: " · ".join(parts) for line, parts in lines.items()}
 
 

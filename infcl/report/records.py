@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infcl.checkpoint.records import Environment, Metrics, Summary
+from infcl.checkpoint.records import Environment, Evaluation, Metrics, Summary
 from infcl.config import TrainConfig
 from infcl.config.json_file import parse_record, read_record
 
@@ -20,6 +20,7 @@ class Run:
     name: str
     train: list[dict]  # one record per step; read_run adds "seconds", the time in steps so far
     evaluations: dict[str, list[dict]]  # "retrieval", "zero_shot", ... -> records
+    later: list[dict]  # by infcl.evaluate: "task", "data", "checkpoint", "metrics", ...
     config: dict
     environment: dict
     summary: dict | None  # None while the run is not finished
@@ -45,7 +46,8 @@ def read_run(root: str | Path) -> Run:
     config, environment = _read(root / "config.json", TrainConfig), _read(root / "environment.json", Environment)
     flags = dataclasses.asdict(config) if config else {}
     evaluations, summary = dict(sorted(evaluations.items())), _read(root / "summary.json", Summary)
-    return Run(root, root.resolve().name, train, evaluations, flags, environment or {}, summary)
+    later = _lines(root / "evaluations.jsonl", Evaluation)
+    return Run(root, root.resolve().name, train, evaluations, later, flags, environment or {}, summary)
 
 
 def read_metrics(path: Path, kind: str) -> list[dict]:
@@ -66,11 +68,16 @@ def _by_kind(path: Path) -> dict[str, list[dict]]:
 
 
 def read_records(path: Path) -> list[dict]:
-    """Return the complete lines. A crash may leave a partial line, or bytes that are not text."""
-    records = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    """Return the records of metrics.jsonl."""
+    return _lines(path, Metrics)
+
+
+def _lines(path: Path, kind: type) -> list[dict]:
+    """Return the complete lines of a file, if any. A crash may leave a partial line, or bytes that are not text."""
+    records: list[dict] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
-            records.append(dict(parse_record(line, Metrics, str(path))))
+            records.append(dict(parse_record(line, kind, str(path))))
     return records
 
 

@@ -44,6 +44,8 @@ def write_run(root, **config):
     summary = {"zero_shot_top1": 0.75, **recalls, "train_seconds": 75.0, "peak_memory_mb": 512.0, "data": counts}
     summary |= {"samples_seen": 1920, "steps": 30, "zero_stage": 1, "world_size": 2}
     summary["paths"] = {"run": "R", "loss_curve": "L", "export": "E", "checkpoint": None}
+    later = {"checkpoint": "runs/first", "task": "zeroshot", "data": "imagenet/val", "metrics": {"top1": 0.125}}
+    (root / "evaluations.jsonl").write_text(json.dumps(later) + "\n[1]\n{")
     for name, values in (
         ("config", {"model": "demo", "loss": "inf_cl", "batch_size": 32, "lr": 1e-3} | config),
         ("environment", environment | {"command": ["pretrain_clip.py", "--lr", "1e-3"]}),
@@ -86,6 +88,7 @@ def test_the_page_shows_curves_evaluation_data_and_settings_and_loads_nothing(ru
         "Loss of the global batch", "Loss by direction", "Accuracy in the micro-batch", "among 32 samples",
         "Logit scale", "text tower",
         "Learning rate", "Samples per second", "Peak memory", "Recall@1", "Zero-shot accuracy",
+        "runs/first on imagenet/val", "top-1 12.5%",
         "R@1 50.0%", "top-1 75.0%", "validation", "replay 10.0 ms (20%)", "broken image", "left out by the index",
         "512 MiB", "1:15", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
         "samples seen</text>", "caption tokens encoded", "37.5%", "Loss against training time",
