@@ -1,6 +1,7 @@
 """Documentation: links lead somewhere, shown commands have flags that exist, the README's loss runs."""
 
 import argparse
+import csv
 import re
 import runpy
 import shlex
@@ -78,6 +79,20 @@ def test_flags_of_shown_commands_exist():
     for line, files in shown.items():
         for program, words in programs_of(line):
             assert flags_of(" ".join(words)) - {"--help"} <= options_of(program), (line, files)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md"])
+def test_the_demo_figures_are_those_of_the_last_raw_row(page):
+    with (ROOT / "docs/results/demo.csv").open(newline="") as file:
+        row = [row for row in csv.DictReader(file) if row["preset"] == "zero1"][-1]
+    names = {"zero-shot top-1": "zero_shot_top1", "image->text recall@1": "image_to_text_r1"}
+    names |= {"text->image recall@1": "text_to_image_r1"}
+    steps = int(row["steps"])
+    lines = [f"    {shown:<20}  {float(row[name]):.3f}" for shown, name in names.items()]
+    lines += [f"    samples seen          {steps * int(row['global_batch']):,}  ({steps} steps)"]
+    assert "\n".join(lines) in (ROOT / page).read_text()
+    assert f"STEPS={steps}" in (ROOT / "launch/demo.sh").read_text()
+    assert f"| zero1 | 2 | fp32 | {steps} | " in (ROOT / "docs/benchmarks/index.md").read_text()
 
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ds_configs/*.md")]
