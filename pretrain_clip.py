@@ -20,6 +20,7 @@ if __name__ == "__main__" or sys.argv[0].endswith("infcl-train"):
 
 from infcl.checkpoint.run_folder import claim_run_folder
 from infcl.config import parse_args
+from infcl.config.open_clip_flags import notes_on_ignored
 from infcl.config.redaction import redact_output
 from infcl.parallel import read_environment
 from infcl.parallel.process import end_process
@@ -52,6 +53,8 @@ def build(argv: list[str], noted: list[int] | None) -> Trainer | NothingToTrain:
     flags = parse_args(argv)
     logging.basicConfig(level=logging.DEBUG if flags.debug else logging.WARNING)
     parallel = join(flags)
+    if parallel.rank == 0:
+        print("".join(f"{note}\n" for note in notes_on_ignored(argv)), end="", flush=True)
     inputs = fit_to_memory(resolve_inputs(flags, parallel), parallel)
     if flags.dry_run:
         return NothingToTrain(parallel, describe_plan(inputs, parallel))

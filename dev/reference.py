@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from infcl.config.settings import TrainConfig, option_of  # noqa: E402
+from infcl.config.settings import TrainConfig, option_of, shown_default  # noqa: E402
 
 FLAGS, API = ROOT / "docs/reference/flags.md", ROOT / "docs/reference/api.md"
 NOTE = "<!-- Written by dev/reference.py; `python dev/reference.py` writes it again. -->\n"
@@ -135,7 +135,7 @@ def _default(entry: dataclasses.Field) -> str:
     value = entry.default if entry.default is not dataclasses.MISSING else None
     if value is False:
         return "off"
-    return "" if value is None else f"`{'tab' if value == chr(9) else value}`"
+    return "" if value is None else f"`{shown_default(value)}`"
 
 
 def _cell(text: str) -> str:

@@ -2,7 +2,7 @@
 # Trains the demo model on the embedded data set through the path that a cluster uses.
 #   command   make train            (or: PATH=.venv/bin:$PATH bash launch/demo.sh [flags of pretrain_clip.py])
 #   hardware  2 ranks on CPU (gloo) without a GPU, one rank per GPU (NCCL) with
-#   time      2 to 5 minutes on 2 CPU cores
+#   time      about 5 minutes on 2 CPU cores
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-.data/demo} LOGS=${LOGS:-runs} PRESET=${PRESET:-zero1} NAME=${NAME:-demo-zero1}
@@ -23,7 +23,7 @@ batch=$(( GLOBAL_BATCH / ranks / accumulate ))
 
 exec deepspeed -q --num_gpus "$ranks" pretrain_clip.py \
   --train-data "$DATA/train" --val-data "$DATA/val" --zeroshot-data "$DATA/zeroshot" \
-  --tokenizer "$DATA/tokenizer.model" --model demo --workers 1 \
+  --tokenizer "$DATA/tokenizer.model" --model demo \
   --batch-size "$batch" --accum-freq "$accumulate" --steps "$STEPS" \
   --lr 3e-3 --wd 0.05 --warmup 50 --beta2 0.98 --aug-cfg 'scale=(1.0,1.0)' 'ratio=(1.0,1.0)' \
   --val-frequency 4 --zeroshot-frequency 4 --save-frequency 4 --log-every-n-steps 50 \

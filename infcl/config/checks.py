@@ -23,7 +23,7 @@ PATHS = (
     "train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config",
     "pretrained", "pretrained_image", "pretrained_text",
 )  # fmt: skip
-_WEIGHTS = "it takes a file or folder of weights; nothing is downloaded by name"
+_WEIGHTS = "it takes a file, a folder, a run, or open_clip:TAG, whose weights open_clip downloads"
 _MEANT = {  # hints for users who give a name instead of a path
     "deepspeed_config": "it takes a name in ds_configs (zero1), or a JSON file",
     "tokenizer": "it takes a sentencepiece model, or open_clip:ViT-B-32 for CLIP's own",
@@ -116,7 +116,7 @@ def _check_data(config: TrainConfig) -> None:
 def _check_schedule_and_towers(config: TrainConfig) -> None:
     if config.steps is not None and config.epochs != TrainConfig.epochs:
         raise ValueError(f"--steps {config.steps} and --epochs {config.epochs}: leave one of them out")
-    if config.warmup_samples is not None and config.warmup != TrainConfig.warmup:
+    if config.warmup_samples is not None and config.warmup is not None:
         raise ValueError(
             f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples}: leave one of them out"
         )

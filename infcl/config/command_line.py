@@ -11,7 +11,8 @@ from typing import Any
 
 from infcl.config.checks import validate
 from infcl.config.json_file import read_record
-from infcl.config.settings import TrainConfig, option_of
+from infcl.config.open_clip_flags import ACCEPTED, EQUIVALENTS
+from infcl.config.settings import TrainConfig, option_of, shown_default
 
 ALTERNATIVES = (("steps", "epochs"), ("warmup", "warmup_samples"), ("accum_freq", "global_batch_size"))
 _OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # --config ignores them
@@ -35,8 +36,8 @@ def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
         dropped = {b for pair in ALTERNATIVES for a, b in (pair, pair[::-1]) if option_of(a) in given}
         parser.set_defaults(**{name: v for name, v in _settings_of_run(path).items() if name not in dropped})
     arguments = vars(parser.parse_args(argv))
-    for launcher_flag in ("config", "local_rank", "deepspeed"):
-        arguments.pop(launcher_flag)
+    for of_no_field in ("config", "local_rank", "deepspeed", "ignored"):
+        arguments.pop(of_no_field)
     if arguments["train_data"]:
         arguments["train_data"] = "::".join(arguments["train_data"])
     if not isinstance(arguments["aug_cfg"], dict):  # --config has it parsed already
@@ -83,9 +84,11 @@ class _Parser(argparse.ArgumentParser):
         return arguments
 
     def _hint(self, text: str) -> str:
-        """Return the known flag with the closest spelling, or ""."""
+        """Return what to give instead of another trainer's flag, or the known flag with the closest spelling, or ""."""
         flag = text.partition("=")[0]
         dashed = flag.replace("_", "-")
+        if dashed in EQUIVALENTS:
+            return f"({flag}, here: {EQUIVALENTS[dashed]})"
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         close = difflib.get_close_matches(dashed, known, n=1, cutoff=0.75) if flag[:2] == "--" else []
         return f"({flag}: did you mean {close[0]}?)" if close else ""
@@ -107,10 +110,18 @@ def make_parser() -> argparse.ArgumentParser:
         default = entry.default if entry.default is not dataclasses.MISSING else []
         help = entry.metadata["help"]
         if default not in (None, False, []):
-            help += f" [{'tab' if default == chr(9) else default}]"
+            help += f" [{shown_default(default)}]"
         spellings = [option_of(entry.name)] + (["--micro-batch-size"] if entry.name == "batch_size" else [])
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")
+        if default in (None, False, []):
+            unset: dict[str, Any] = {
+                "action": "store_const",
+                "const": default,
+                "default": default,
+                "help": argparse.SUPPRESS,
+            }
+            parser.add_argument("--no-" + option_of(entry.name)[2:], dest=entry.name, **unset)
         if entry.type is bool:
             options["action"] = "store_true"
         else:
@@ -118,7 +129,11 @@ def make_parser() -> argparse.ArgumentParser:
             if "choices" not in options:
                 options.setdefault("metavar", {float: "X", str: "S"}.get(options["type"], "N"))
         group.add_argument(*spellings, dest=entry.name, default=default, help=help, **options)
-    parser.add_argument("--config", metavar="S", help="begin with the flags of another run's config.json")
+    help = "begin with the flags of another run's config.json; --no-NAME takes out one that has no default"
+    parser.add_argument("--config", metavar="S", help=help)
+    for name in ACCEPTED:
+        action = "store" if name.endswith("=") else "store_true"
+        parser.add_argument(name.rstrip("="), dest="ignored", action=action, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # accepted and ignored
     return parser

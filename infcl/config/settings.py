@@ -19,6 +19,8 @@ SCHEDULES = ("cosine", "const", "const-cooldown")
 WD_MODES = ("lr", "schedule")
 OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
+_SPELLINGS = {"amp_bfloat16": "amp_bf16", "pure_bf16": "bf16", "pure_fp16": "fp16"}
+_SPELLINGS |= {"wandb,tensorboard": "all", "tensorboard,wandb": "all", "": "none"}
 
 
 def _number_or_auto(text: str, auto: int, least: int) -> int:
@@ -29,6 +31,11 @@ def _number_or_auto(text: str, auto: int, least: int) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
     raise argparse.ArgumentTypeError(f"{text} must be at least {least}, or auto")
+
+
+def _as_ours(text: str) -> str:
+    """Return our value for open_clip's spelling of it."""
+    return _SPELLINGS.get(text, text)
 
 
 def _flag(group: str, default, help: str, bounds: str | None = None, **argparse_options):
@@ -76,7 +83,7 @@ class TrainConfig:
         None, "sentencepiece .model file, open_clip:MODEL for that model's own, or hf:NAME_OR_FOLDER"
     )
     workers: int = _data(
-        4,
+        AUTO_WORKERS,
         "data loader processes per rank; auto: from the node's cores, at most 8",
         type=partial(_number_or_auto, auto=AUTO_WORKERS, least=0),
     )
@@ -217,7 +224,7 @@ class TrainConfig:
     wd_mode: str = _optimisation(
         "lr", "decay per step: --wd times lr (lr), or --wd times lr / peak lr (schedule)", choices=WD_MODES
     )
-    warmup: int = _optimisation(10000, "warm-up steps", ">= 0")
+    warmup: int | None = _optimisation(None, "warm-up steps [a tenth of the run, at most 10000]", ">= 0")
     warmup_samples: int | None = _optimisation(None, "warm-up samples, instead of --warmup", "> 0")
     lr_scheduler: str = _optimisation("cosine", "learning-rate schedule after the warm-up", choices=SCHEDULES)
     epochs_cooldown: int | None = _optimisation(None, "const-cooldown: decay over the last n epochs", "> 0")
@@ -233,6 +240,7 @@ class TrainConfig:
         "amp_bf16: FP32 parameters, BF16 autocast; bf16, fp16: half-precision parameters with FP32 master weights "
         "(ZeRO >= 1) [that of --deepspeed_config, else amp_bf16 on a GPU, fp32 on a CPU]",
         choices=tuple(PRECISIONS),
+        type=_as_ours,
     )
     compile_blocks: str = _system("auto", "torch.compile of the towers; auto: on a GPU", choices=("auto", "on", "off"))
     pack_captions: str = _system(
@@ -280,7 +288,9 @@ class TrainConfig:
     log_every_n_steps: int = _run(
         100, "every n steps, compare the ranks' speed and, without a terminal, print a line", "> 0"
     )
-    report_to: str = _run("tensorboard", "where metrics go in addition to metrics.jsonl", choices=REPORT_TO)
+    report_to: str = _run(
+        "tensorboard", "where metrics go in addition to metrics.jsonl", choices=REPORT_TO, type=_as_ours
+    )
     wandb_project_name: str = _run("infcl", "project of --report-to wandb (WANDB_MODE=offline keeps it local)")
     profile: int = _run(0, "profile n steps after 5 warm-up steps: a trace and a table in RUN/profile (0: off)", ">= 0")
     dry_run: bool = _run(False, "print the plan (batch, steps, data, parameters, memory) and exit")
@@ -314,6 +324,11 @@ class TrainConfig:
 
 def is_table(train_data: str | None) -> bool:
     return train_data is not None and train_data.lower().endswith((".csv", ".tsv", ".jsonl"))
+
+
+def shown_default(value: object) -> object:
+    """Return the default of a flag as it is given on the command line."""
+    return "tab" if value == "\t" else "auto" if value == AUTO_WORKERS else value
 
 
 def option_of(name: str) -> str:

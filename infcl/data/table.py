@@ -183,7 +183,7 @@ def _rows(path: str, columns: TableColumns, problems: Counter[str]) -> Iterator[
 
     The csv module rejects a row whose quotes do not match, or with a field of more than 128 KB.
     """
-    separator = columns.separator
+    separator = columns.separator.replace("\\t", "\t")  # '\\t' in a shell is two characters
     if len(separator) != 1:
         raise ValueError(f"--csv-separator {separator!r} must be one character")
     with open_lines(path, errors="surrogateescape") as lines:

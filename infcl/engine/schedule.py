@@ -4,6 +4,7 @@ import math
 
 from infcl.config import TrainConfig, counted
 
+MOST_WARMUP = 10_000  # steps, where no flag gives them; open_clip's default
 _EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
@@ -28,7 +29,7 @@ class Schedule:
         self.global_batch_size = global_batch_size
         self.factor = batch_size_factor(config, global_batch_size)
         self.peak = config.lr * self.factor
-        self.warmup = config.warmup
+        self.warmup = min(MOST_WARMUP, total_steps // 10) if config.warmup is None else config.warmup
         if config.warmup_samples is not None:
             self.warmup = math.ceil(config.warmup_samples / global_batch_size)
         self.cooldown_steps = (config.epochs_cooldown or 0) * steps_per_epoch
@@ -50,7 +51,14 @@ class Schedule:
                 f"the cooldown, {cooldown} of {steps} steps, begins before the {warmup} of warm-up end: lr continues "
                 f"from {self(warmup):.2g} of {self.peak:.2g} (--epochs-cooldown)"
             )
+        if warmup > steps / 3:
+            return f"the warm-up takes {warmup / steps:.0%} of the run: over a third (--warmup, --warmup-samples)"
         return None
+
+    def describe_warmup(self) -> str:
+        """Return the peak and the warm-up's share: "peak 0.0005 after 80 warm-up steps (9.9% of the run)"."""
+        share = 100 * self.warmup / self.total_steps
+        return f"peak {self.peak:.3g} after {counted(self.warmup, 'warm-up step')} ({share:.3g}% of the run)"
 
     def tower_rates(self, step: int) -> dict[str, float]:
         """Return {"lr_image": ..., "lr_text": ...} for the towers with their own learning rate."""

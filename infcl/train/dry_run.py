@@ -40,7 +40,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     model = build_meta_model(config, cfg)
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
-    often = {name: f"{_epochs(every[name])} and " if every[name] else "" for name in tasks}
+    often = {name: f"{_every(every[name], 'epoch')} and " if every[name] else "" for name in tasks}
     flops = model_flops(cfg, trained_shares(model))
     rows = [
         ("batch", str(batch)),
@@ -102,10 +102,9 @@ def _steps_line(steps: int, loader, batch: BatchPlan) -> str:
 
 
 def _learning_rate_line(config: TrainConfig, schedule: Schedule) -> str:
-    first, last = schedule(0), schedule(schedule.total_steps - 1)
-    rise = f"{first:.3g} -> {schedule.peak:.3g} in {counted(schedule.warmup, 'step')}"
+    last = schedule(schedule.total_steps - 1)
     oddity = f"; {schedule.oddity()}" if schedule.oddity() else ""
-    return f"{config.opt}, {schedule}: {rise}, then {config.lr_scheduler} to {last:.3g}{oddity}"
+    return f"{config.opt}, {schedule}: {schedule.describe_warmup()}, then {config.lr_scheduler} to {last:.3g}{oddity}"
 
 
 def _data_line(config: TrainConfig, loader) -> str:
@@ -143,14 +142,14 @@ def _folder_line(config: TrainConfig) -> str:
 
 def _checkpoint_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) -> str:
     parameters, trainable = (sum(column) for column in zip(*counts.values()))
-    when = [_epochs(config.save_frequency)] if config.save_frequency else []
-    when += [f"every {config.save_every_n_steps} steps"] if config.save_every_n_steps else []
+    when = [_every(config.save_frequency, "epoch")] if config.save_frequency else []
+    when += [_every(config.save_every_n_steps, "step")] if config.save_every_n_steps else []
     size, export = shown_bytes(checkpoint_bytes(config, parameters, trainable)), shown_bytes(4 * parameters)
     return f"{', '.join([*when, 'at the end'])}; about {size} each; the export {export}"
 
 
-def _epochs(frequency: int) -> str:
-    return "every epoch" if frequency == 1 else f"every {frequency} epochs"
+def _every(number: int, unit: str) -> str:
+    return f"every {unit}" if number == 1 else f"every {number} {unit}s"
 
 
 def _graphs_line(config: TrainConfig, batch: BatchPlan, *, on_cpu: bool) -> list[str]:

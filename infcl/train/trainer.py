@@ -431,7 +431,7 @@ class Trainer:
             "engine": f"{self.spec.zero_in_words}, {self.spec.precision}, {describe_ranks(self.parallel)}",
             "towers": ", ".join(towers),
             "pixels": describe_pixels(self.batches),
-            "optimizer": f"{config.opt}, learning rate {schedule}, {schedule.warmup:,} warm-up steps",
+            "optimizer": f"{config.opt}, learning rate {schedule}: {schedule.describe_warmup()}",
         }
         lines = [aligned(rows.items())]
         if self.parallel.tp_size > 1:

@@ -1,5 +1,6 @@
 """Flags: open_clip's names, one clear message for each usage error, and arithmetic in one place."""
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -20,6 +21,7 @@ from infcl.config import (
     settings_of,
     total_steps,
 )
+from infcl.config.open_clip_flags import EQUIVALENTS, notes_on_ignored
 from infcl.config.preset import read_preset
 from infcl.config.redaction import redact_output, redacted
 from tests.lib.checkout import ROOT
@@ -29,13 +31,14 @@ SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", "64"]
 # defaults that are not open_clip's
 OWN_DEFAULTS = {"dataset_type", "device", "model", "precision", "pretrained", "pretrained_image", "report_to"}
 OWN_DEFAULTS |= {"aug_cfg", "image_mean", "image_std", "wandb_project_name"}  # the first three: empty, not None
+OWN_DEFAULTS |= {"warmup", "workers"}  # by the length of the run, by the cores
 
 
 def test_flags_that_open_clip_has_keep_its_defaults():
     params = pytest.importorskip("open_clip_train.params")
     theirs, ours = vars(params.parse_args(["--model", "ViT-B-32"])), dataclasses.asdict(parse_args(SYNTHETIC))
     shared = (theirs.keys() & ours.keys()) - OWN_DEFAULTS - {"train_num_samples"}
-    assert len(shared) > 40 and {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}
+    assert len(shared) == 39 and {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}
 
 
 def test_train_data_of_several_values_is_one_list_of_sources(tmp_path):
@@ -67,8 +70,10 @@ def test_the_help_has_every_flag_in_its_group(capsys):
     ("flags", "message"),
     [
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--zero-stage", "2"], r"--zero-stage 2 \(--zero-stage, here: --deepspeed_config zero0 to zero3\)"),
+        (["--log_dir", "runs"], r"--log_dir runs \(--log_dir, here: --logs\)"),
         (["--batch_size", "3"], r"--batch_size 3 \(--batch_size: did you mean --batch-size\?\)"),
-        (["--pretrained", "openai"], r"openai: no such file or folder \(.* nothing is downloaded by name\)"),
+        (["--pretrained", "openai"], "openai: no such file or folder .*or open_clip:TAG, whose weights"),
         (["--tokenizer", "ViT-B-32"], "no such file or folder .*or open_clip:ViT-B-32 for CLIP's own"),
         (["--deepspeed_config", "zero9"], r"no such file or folder \(it takes a name in ds_configs"),
         (["--report-to", "all"], "--report-to all: wandb is not installed"),
@@ -238,6 +243,57 @@ def test_a_run_begins_with_the_flags_of_another(tmp_path):
     assert parse_args([*SYNTHETIC, "--aug-cfg", "scale=(0.5,1.0)"]).aug_cfg == {"scale": (0.5, 1.0)}
 
 
+def test_every_setting_of_a_config_file_can_be_unset(tmp_path):
+    """A flag without a default has a --no-NAME: a switch, or one whose default is not to have it."""
+    set_here = {"lock_image": True, "grad_clip_norm": 1.0, "image_mean": [0.5, 0.5, 0.5], "save_every_n_steps": 5}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(set_here))
+    flags = ["--config", str(path), *SYNTHETIC]
+    assert {name: getattr(parse_args(flags), name) for name in set_here} == set_here
+    assert parse_args([*flags, *(f"--no-{name.replace('_', '-')}" for name in set_here)]) == parse_args(SYNTHETIC)
+    known = {option for action in make_parser()._actions for option in action.option_strings}
+    for field in dataclasses.fields(TrainConfig):
+        assert "--no-" + option_of(field.name)[2:] in known or field.default not in (None, False), field.name
+
+
+def test_each_flag_of_open_clip_is_ours_or_ignored_or_has_an_equivalent(monkeypatch):
+    params = pytest.importorskip("open_clip_train.params")
+    theirs: set[str] = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, _: theirs.update(self._option_string_actions))
+        patch.setattr("open_clip_train.params.get_default_params", lambda _: {})
+        with pytest.raises(AttributeError):  # of the arguments, which are None
+            params.parse_args([])
+    ours = make_parser()._option_string_actions.keys()
+    assert len(theirs) > 90 and not theirs - {"-h", "--help"} - ours - EQUIVALENTS.keys()
+    assert not EQUIVALENTS.keys() & ours
+
+
+def test_ignored_flags_are_accepted_with_a_note():
+    flags = [
+        "--local-loss",
+        "--gather-with-grad",
+        "--torchcompile",
+        "--trace",
+        "--dist-url=a:1",
+        "--val-num-samples",
+        "9",
+    ]
+    assert parse_args([*SYNTHETIC, *flags]) == parse_args(SYNTHETIC)
+    notes = notes_on_ignored([*SYNTHETIC, *flags])
+    assert len(notes) == 6 and notes[0].startswith("--local-loss is ignored: the loss and its gradients are always")
+
+
+def test_values_that_open_clip_spells_otherwise_are_accepted(monkeypatch):
+    monkeypatch.setattr("infcl.config.checks._is_installed", lambda package: True)
+    for flag, given, ours in (
+        ("--report-to", "wandb,tensorboard", "all"),
+        ("--report-to", "", "none"),
+        ("--precision", "amp_bfloat16", "amp_bf16"),
+    ):
+        assert getattr(parse_args([*SYNTHETIC, flag, given]), flag[2:].replace("-", "_")) == ours
+
+
 def test_an_invalid_config_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="No such"):
         parse_args(["--config", str(tmp_path / "config.json")])
@@ -260,6 +316,8 @@ def test_a_recipe_is_a_config(recipe):
     given = json.loads(recipe.read_text())
     assert {name: getattr(config, name) for name in given} == given
     assert not config.global_batch_size % config.batch_size
+    over = parse_args(["--config", str(recipe), *SYNTHETIC, "--warmup", "3", "--accum-freq", "2"])
+    assert (over.warmup, over.accum_freq, over.global_batch_size) == (3, 2, None)
 
 
 @pytest.mark.parametrize("flag", ["--name", "--logs", "--train-data", "--wandb-project-name"])

@@ -81,6 +81,8 @@ def test_an_epoch_over_a_table_uses_every_good_row(table, tokenizer):
 
 
 def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
+    typed = TableColumns(r"\t")  # as '\t' in a shell
+    assert TableReader(str(table), columns=typed).sha256 == TableReader(str(table)).sha256
     text = table.read_text().replace("\t", ";").replace("title", "text").replace("filepath", "file")
     other = table.with_name("other.csv")
     other.write_text(text)

@@ -30,6 +30,7 @@ def test_a_peak_that_is_not_reached_is_reported():
     assert "ends with the warm-up" in schedule(warmup=TOTAL).oddity()
     assert "ends inside the warm-up" in schedule(warmup=TOTAL + 1).oddity()
     assert "lr continues from 0.31 of 0.5" in schedule(epochs_cooldown=4, warmup=50, **cooldown).oddity()
+    assert "takes 34% of the run" in schedule(warmup=34).oddity() and schedule(warmup=33).oddity() is None
     for usual in ({}, {"epochs_cooldown": 5, "warmup": 0} | cooldown, {"epochs_cooldown": 4, "warmup": 20} | cooldown):
         assert schedule(**usual).oddity() is None
 
@@ -140,6 +141,15 @@ def test_learning_rates_scale_with_the_global_batch(scaling, factor):
     scaled = schedule(lr_scaling=scaling)  # a batch of 4096; --lr is meant for 32768
     assert scaled(WARMUP - 1) == pytest.approx(LR * factor) == scaled.peak
     assert (f"-> {LR * factor:.3g} ({scaling}: batch 4096 / 32768" in str(scaled)) == (scaling != "none")
+
+
+def test_the_warm_up_is_a_tenth_of_a_short_run_and_open_clips_of_a_long_one():
+    lengths = {5: 0, 808: 80, 99_999: 9_999, 100_000: 10_000, 10**6: 10_000}
+    for steps, warmup in lengths.items():
+        default = Schedule(TrainConfig(lr=LR), global_batch_size=64, total_steps=steps, steps_per_epoch=PER_EPOCH)
+        assert default.warmup == warmup and default.oddity() is None and default(warmup) == LR
+        assert f"peak 0.001 after {warmup:,} warm-up steps" in default.describe_warmup()
+    assert schedule(warmup=9).describe_warmup() == "peak 0.001 after 9 warm-up steps (9% of the run)"
 
 
 def test_warm_up_may_be_given_in_samples():
