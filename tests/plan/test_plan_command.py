@@ -90,12 +90,12 @@ def test_captions_that_training_does_not_pack_are_not_planned_packed():
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
-        ("gpu", "memory_gib", "80", "memory_gib is '80', not a number above 0"),
-        ("gpu", "hbm_gbs", True, "hbm_gbs is True, not a number"),
-        ("gpu", "link_gbs", 0, "link_gbs is 0, not a number above 0"),
+        ("gpu", "memory_gib", "80", "memory_gib is '80': Input should be a valid number"),
+        ("gpu", "hbm_gbs", True, "hbm_gbs is True: Input should be a valid number"),
+        ("gpu", "link_gbs", 0, "link_gbs is 0.0, not a number above 0"),
         ("gpu", "pcie_gbs", float("nan"), "pcie_gbs is nan"),
         ("gpu", "hbm_gbs", float("inf"), "hbm_gbs is inf"),
-        ("gpu", "name", 5, "name is 5, not str"),
+        ("gpu", "name", 5, "name is 5: Input should be a valid string"),
         ("link", "gbs", -1, "gbs is -1"),
         ("link", "latency_us", None, "latency_us is None"),
     ],
