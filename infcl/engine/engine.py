@@ -166,10 +166,6 @@ class Engine:
         self._settle_loss_scale()
         return self.engine.skipped_steps == skipped_before
 
-    def grad_norm(self) -> float:
-        """Return the global gradient norm of the last step, before clipping; inf if a gradient was not finite."""
-        return float(self.norms[2])
-
     def grad_norms(self) -> torch.Tensor:
         """Return the norms of the averaged gradients, before clipping. Collective; `step` calls it and clips by it.
 
@@ -178,7 +174,8 @@ class Engine:
         finite.
 
         Returns:
-            [image tower, text tower, all] f32, on the device, so that the step does not wait for it.
+            [image tower, text tower, all] f32, on the device, so that the step does not wait for it. The last one is
+            inf if a gradient is not finite. `step` keeps them in `norms`.
         """
         if self.offloads_optimizer and self.parallel.device.type == "cuda":
             torch.cuda.synchronize(self.parallel.device)  # gradients are on their way to host memory

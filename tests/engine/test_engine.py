@@ -199,7 +199,7 @@ def accumulate_ones(rank, world_size, preset):
         zero = 0 * (output["image_features"].sum() + output["text_features"].sum())
         engine.backward(output["logit_scale"].sum() + zero, index == 599)
     engine.step(LR)
-    return engine.grad_norm()
+    return float(engine.norms[2])
 
 
 @pytest.mark.first(1)

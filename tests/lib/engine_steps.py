@@ -76,7 +76,7 @@ def engine_steps(rank, world_size, preset, precision="fp32", resident=1, dropped
         engine.clamp_logit_scale(CEILING)
         engine.state.update_average()
         losses.append(float(mean_over(engine.dp_group, output.loss)))
-        norms.append(engine.grad_norm())
+        norms.append(float(engine.norms[2]))
         scales.append(float(output.logit_scale))
     last = full_weights(engine, keep=True, ema=True) if engine.state.ema_decay else engine.engine.global_steps
     return losses, norms, scales, full_weights(engine, keep=True), last

@@ -96,7 +96,7 @@ def train(flags: dict):
         )
         engine.step(2e-5 * min(1, (step + 1) / 5))  # at 1e-4 losses jump, and bf16 runs part
         losses.append(float(mean_over(engine.dp_group, output.loss)))
-        norms.append(engine.grad_norm())
+        norms.append(float(engine.norms[2]))
         if step == 0:
             for name, parameter in engine.state.parameters():
                 moment = engine.state.read(parameter, "exp_avg").to("cpu", torch.float32, copy=True)
