@@ -1,4 +1,4 @@
-"""Batch-size study on the icons: run a plan of trainings, one per GPU at a time, and score each on the held-out sets.
+"""Batch-size study on the icons: run a plan of trainings, --per-gpu at a time, and score each on the held-out sets.
 
     python examples/icons/study.py examples/icons/plans/tune.json --data .data/icons --gpus 8 --minutes 9 --out results
 
@@ -38,7 +38,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEFAULTS = {
-    "samples": 25 * 262144, "warmup": 0.1, "treatment": "negative", "loss": "inf_cl", "seed": 0, "model": "ViT-Ti-8",
+    "samples": 16 * 262144, "warmup": 0.1, "treatment": "negative", "loss": "inf_cl", "seed": 0, "model": "ViT-Ti-8",
     "train": "", "micro": 4096, "start": None, "tune": False,
 }  # fmt: skip
 SCORES = ("image_to_text_r1", "image_to_text_r5", "text_to_image_r1", "text_to_image_r5")
@@ -52,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--logs", type=Path, default=Path("runs/icons"), help="folder of the runs")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--rows", nargs="*", type=Path, default=[], help="rows of runs that were done elsewhere")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="runs at a time; 0: one on the CPU")
-    parser.add_argument("--workers", type=int, help="loader processes of a run [cores / GPUs - 2]")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="GPUs; 0: one run at a time on the CPU")
+    parser.add_argument("--per-gpu", type=int, default=1, help="runs that share a GPU: small ones leave it idle")
+    parser.add_argument("--workers", type=int, help="loader processes of a run [cores / runs at a time - 2]")
     parser.add_argument("--minutes", type=float, default=1e6, help="save and stop what runs after this time")
     parser.add_argument("--best", default="*", help="which runs may be exported as the best one")
     parser.add_argument("--commit", help="commit of the trainer [that of the checkout]")
@@ -86,7 +87,7 @@ class Study:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.deadline = args, time.monotonic() + 60 * args.minutes
-        self.slots = max(1, args.gpus)
+        self.slots = max(1, args.gpus * args.per_gpu)
         self.workers = max(1, (os.cpu_count() or 1) // self.slots - 2) if args.workers is None else args.workers
         self.rows_file = args.logs / "rows.csv"
         self.changed = threading.Condition()
@@ -122,7 +123,7 @@ class Study:
                     self._record(run, name, slot)
             except (RuntimeError, OSError, ValueError) as error:  # other runs continue; it is listed at the end
                 self.failed[name] = f"{type(error).__name__}: {error}"
-                print(f"GPU {slot} failed {name}: {self.failed[name]}", flush=True)
+                print(f"slot {slot} failed {name}: {self.failed[name]}", flush=True)
             finally:
                 with self.changed:
                     self.busy.pop(name)
@@ -187,9 +188,9 @@ class Study:
         command += ["--device", "cuda" if self.args.gpus else "cpu", "--log-every-n-steps", max(1, steps // 20)]
         command += ["--pretrained", str(self.args.logs / run["start"]["name"])] if run["start"] else []
         environment = {"OMP_NUM_THREADS": "2"} | os.environ
-        environment |= {"CUDA_VISIBLE_DEVICES": str(slot) if self.args.gpus else ""}
+        environment |= {"CUDA_VISIBLE_DEVICES": str(slot % self.args.gpus) if self.args.gpus else ""}
         started = time.monotonic()
-        print(f"GPU {slot} starts {name}", flush=True)
+        print(f"slot {slot} starts {name}", flush=True)
         with open(self.args.logs / f"{name}.log", "a") as log:
             words = list(map(str, [*command, *self.args.flags]))
             process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -202,7 +203,7 @@ class Study:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-                print(f"GPU {slot} stopped {name} after {time.monotonic() - started:.0f} s", flush=True)
+                print(f"slot {slot} stopped {name} after {time.monotonic() - started:.0f} s", flush=True)
                 return False
         if code:
             tail = (self.args.logs / f"{name}.log").read_text().splitlines()[-3:]
@@ -214,7 +215,7 @@ class Study:
         folder = self.args.logs / name
         records = [r for r in _records(folder / "metrics.jsonl") if r["kind"] == "train"]
         summary = json.loads((folder / "summary.json").read_text())
-        scores = self.held_out.scores(folder, f"cuda:{slot}" if self.args.gpus else "cpu")
+        scores = self.held_out.scores(folder, f"cuda:{slot % self.args.gpus}" if self.args.gpus else "cpu")
         tail, chance = records[-max(1, len(records) // 20) :], math.log(run["batch"])
         warm = records[min(3, len(records) - 1) :]
         loss = statistics.mean(r["loss"] for r in tail if "loss" in r)
@@ -228,9 +229,10 @@ class Study:
             "data_wait": round(statistics.mean(r["data_wait"] for r in warm), 4),
             "peak_memory_mb": summary["peak_memory_mb"],
             "train_seconds": summary["train_seconds"],
+            "per_gpu": self.args.per_gpu,
             "logit_scale": round(records[-1]["logit_scale"], 3),
             "commit": self.commit,
-            "device": torch.cuda.get_device_name(slot) if self.args.gpus else "cpu",
+            "device": torch.cuda.get_device_name(0) if self.args.gpus else "cpu",
             "torch": torch.__version__,
         }
         with self.changed:
@@ -240,7 +242,7 @@ class Study:
                 self.args.out.mkdir(parents=True, exist_ok=True)
                 self._write_rows(self.args.out / "rows.csv")
         print(
-            f"GPU {slot} finished {name}: loss {loss:.3f} of {chance:.3f}, score {row['score']:.4f}, "
+            f"slot {slot} finished {name}: loss {loss:.3f} of {chance:.3f}, score {row['score']:.4f}, "
             f"{row['samples_per_second']:,} samples/s, data wait {row['data_wait']:.0%}",
             flush=True,
         )
