@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--logs", type=Path, default=Path("runs/icons"), help="folder of the runs")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--rows", nargs="*", type=Path, default=[], help="rows of runs that were done elsewhere")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="GPUs; 0: one run at a time on the CPU")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="0: one run at a time on the CPU")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs that share a GPU: small ones leave it idle")
     parser.add_argument("--workers", type=int, help="loader processes of a run [cores / runs at a time - 2]")
     parser.add_argument("--minutes", type=float, default=1e6, help="save and stop what runs after this time")

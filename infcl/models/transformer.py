@@ -164,16 +164,8 @@ class Linear(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """LayerNorm: statistics in float32 (in torch's kernels and under autocast), result in the dtype of the input."""
 
-    def __init__(self, width: int):
-        super().__init__(width)
-        self.layer_norm: Callable[..., torch.Tensor] = layer_norm  # or a compiled one
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer_norm(x, self.weight, self.bias, self.eps)
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
+        return super().forward(x).to(x.dtype)
 
 
 def quick_gelu_activation(x: torch.Tensor) -> torch.Tensor:

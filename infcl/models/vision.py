@@ -5,8 +5,6 @@ This is open_clip's VisionTransformer, with an optional convolutional stem.
 Shapes: m images, S pixels per side, N patches, w width, D embed_dim.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -50,7 +48,6 @@ class VisionTransformer(nn.Module):
         )
         self.ln_post = LayerNorm(cfg.width)
         self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
-        self.add_positions = add_positions  # or a compiled one
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self._pool(self.transformer(self._embed(images))) @ self.proj
@@ -60,7 +57,7 @@ class VisionTransformer(nn.Module):
             raise ValueError(
                 f"images of shape {list(images.shape)}: this tower takes [m, 3, {self.image_size}, {self.image_size}]"
             )
-        x = self.add_positions(self.conv1(images), self.class_embedding, self.positional_embedding)  # [m, 1 + N, w]
+        x = add_positions(self.conv1(images), self.class_embedding, self.positional_embedding)  # [m, 1 + N, w]
         if self.training and self.patch_dropout > 0:
             x = drop_patches(x, self.patch_dropout)
         return self.ln_pre(x)
@@ -104,11 +101,10 @@ class PatchConv(nn.Conv2d):
 
     def __init__(self, width: int, patch_size: int):
         super().__init__(3, width, patch_size, stride=patch_size, bias=False)
-        self.patch_rows = patch_rows  # or a compiled one
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if images.is_cuda:
-            return patches_times(images, self.weight, self.patch_rows)
+            return patches_times(images, self.weight)
         return super().forward(normalized(images, self.weight.dtype)).flatten(2).transpose(1, 2)
 
 
@@ -125,14 +121,12 @@ def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Ten
     return F.pad(rows, (0, fill)) if fill else rows  # F.pad copies in any case
 
 
-def patches_times(
-    images: torch.Tensor,
-    weight: torch.Tensor,
-    rows_of: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor] = patch_rows,
-) -> torch.Tensor:
+def patches_times(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute conv2d(images [m, 3, S, S], weight [w, 3, P, P], stride=P) as a matmul -> [m, N, w]."""
     autocast = torch.is_autocast_enabled(images.device.type)
-    rows = rows_of(images, weight.shape[-1], torch.get_autocast_dtype(images.device.type) if autocast else weight.dtype)
+    rows = patch_rows(
+        images, weight.shape[-1], torch.get_autocast_dtype(images.device.type) if autocast else weight.dtype
+    )
     columns = weight.flatten(1)
     fill = rows.shape[-1] - columns.shape[1]
     return F.linear(rows, F.pad(columns, (0, fill)) if fill else columns)

@@ -1,4 +1,4 @@
-"""Compile the towers: one graph per residual block of a tower, and the image embedding on a GPU.
+"""Compile the towers: one graph per residual block of a tower.
 
 All blocks of a tower share a graph, so compiling takes seconds. DeepSpeed's hooks, activation checkpointing and
 seeding stay outside the graph. Batches of another size than training's (the last one of an evaluation) run eagerly.
@@ -17,7 +17,6 @@ from infcl.engine.parameter_groups import ALIGNED
 from infcl.engine.patches import FORWARD
 from infcl.models.attention import choose_attention
 from infcl.models.transformer import compute_block, repeated_blocks
-from infcl.models.vision import PatchConv, VisionTransformer, add_positions, patch_rows
 from infcl.parallel import Parallel
 from infcl.step.replay import running_statistics
 
@@ -37,11 +36,7 @@ def prepare_blocks(model: Any, spec: RunSpec, parallel: Parallel) -> bool:
     choose_attention(model, spec.flags.attention, parallel.device, spec.precision.matmul_dtype)
     if not spec.compiles_blocks:
         return False
-    compiled = compile_blocks(model, {spec.batch.micro_batch_size}, packed=spec.packs_captions)
-    # Tensor-parallel ranks must sum gradients in the same order, but Inductor may choose other kernels on each.
-    if compiled and model.transformers and spec.device == "cuda" and parallel.tp_size == 1:
-        compile_embedding(model.visual, {spec.batch.micro_batch_size})
-    return compiled
+    return compile_blocks(model, {spec.batch.micro_batch_size}, packed=spec.packs_captions)
 
 
 def compile_blocks(model: Any, batch_sizes: Set[int], *, packed: bool = False) -> bool:
@@ -75,21 +70,6 @@ def compile_blocks(model: Any, batch_sizes: Set[int], *, packed: bool = False) -
         for block in tower.resblocks:
             block.run = run
     return True
-
-
-def compile_embedding(visual: VisionTransformer, batch_sizes: Set[int]) -> None:
-    """Compile the operations before the blocks: patch rows, class token and positions, first norm.
-
-    Eager torch needs two dozen kernels for it: ViT-B-32 1024 x 4 trains 5% faster compiled (docs/benchmarks/step.md).
-    """
-
-    def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return _for_sizes(torch.compile(function, dynamic=False), function, batch_sizes)
-
-    visual.add_positions = fused(add_positions)
-    visual.ln_pre.layer_norm = fused(visual.ln_pre.layer_norm)
-    if isinstance(visual.conv1, PatchConv):
-        visual.conv1.patch_rows = fused(patch_rows)
 
 
 def _for_sizes(compiled: Callable[..., Tensor], eager: Callable[..., Tensor], sizes: Set[int]) -> Callable[..., Tensor]:

@@ -11,7 +11,7 @@ from infcl.models import CLIP, forward_flops, list_models, load_any_config, load
 from infcl.models.config import parse_model_config
 from infcl.models.open_clip_config import check_sizes, open_clip_folder
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, normalize_pixels
-from infcl.models.vision import drop_patches, patches_times
+from infcl.models.vision import drop_patches, patch_rows, patches_times
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import run_ranks
 
@@ -358,3 +358,13 @@ def test_a_strangers_config_is_one_line_before_a_tower_is_built(text, prefix, tm
 def test_the_configs_of_open_clip_are_within_the_bounds():
     for path in sorted((open_clip_folder() / "model_configs").glob("*.json")):
         check_sizes(json.loads(path.read_text()), path.name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_patches_are_the_pixels_normalised_in_their_order(dtype):
+    pixels = torch.randint(256, (3, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    rows, normal = patch_rows(pixels, 14, dtype), normalize_pixels(pixels).to(dtype)
+    assert rows.shape == (3, 4, 592) and rows.dtype == dtype and not rows[..., 588:].any()
+    for patch, (y, x) in enumerate([(0, 0), (0, 14), (14, 0), (14, 14)]):
+        wanted = normal[:, :, y : y + 14, x : x + 14].flatten(1)
+        torch.testing.assert_close(rows[:, patch, :588], wanted, rtol=0, atol=0)
