@@ -57,6 +57,26 @@ def test_every_block_visits_every_rank_and_its_sum_comes_home(nodes, ranks_per_n
         assert total == [[float("1" * world_size)] * 2] * 3
 
 
+@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2), (3, 2), (3, 3)])
+def test_nothing_is_received_into_a_tensor_that_is_still_being_sent(nodes, ranks_per_node, monkeypatch):
+    """Messages between nodes are slow: the sum of a node is on its way during the next lap."""
+    sending: list[int] = []  # a tensor may be sent to two ranks
+
+    def exchange(messages):
+        sent, received = messages
+        assert id(received) not in sending
+        sending.append(id(sent))
+        return [mock.Mock(wait=lambda: sending.remove(id(sent)))]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    monkeypatch.setattr(dist, "P2POp", lambda _, tensor, *peer, **group: tensor)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr("infcl.loss.ring.global_ranks", lambda group: list(range(nodes * ranks_per_node)))
+    monkeypatch.setattr("infcl.loss.ring.second_group", lambda group: group)
+    _go_round(RingExchange(mock.Mock(), ranks_per_node), 0)
+    assert not sending
+
+
 def _live_parts(rank, world_size, name):
     """How many parts of a loss's travelling gradient that lie in memory of their own are there, when one is made."""
     live, found, part = weakref.WeakSet(), [], RingExchange.part
