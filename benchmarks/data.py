@@ -84,7 +84,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
 
     def a_batch(data: IndexedDataset) -> int:
         item = data[(0, 0, order)]
-        assert not isinstance(item, NoBatch), item
+        assert not isinstance(item, NoBatch) and item[0] is not None, item
         return len(item[0]["ids"])
 
     batches = {

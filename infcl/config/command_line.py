@@ -38,8 +38,6 @@ def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
     arguments = vars(parser.parse_args(argv))
     for of_no_field in ("config", "local_rank", "deepspeed", "ignored"):
         arguments.pop(of_no_field)
-    if arguments["train_data"]:
-        arguments["train_data"] = "::".join(arguments["train_data"])
     if not isinstance(arguments["aug_cfg"], dict):  # --config has it parsed already
         arguments["aug_cfg"] = _parse_aug_cfg(arguments["aug_cfg"])
     config = TrainConfig(**arguments | fixed)
@@ -58,8 +56,6 @@ def _settings_of_run(path: str) -> dict[str, Any]:
         given = read_record(Path(path), dict)
     except ValueError as error:
         raise ValueError(f"--config {error}") from None
-    if given.get("train_data"):
-        given["train_data"] = [given["train_data"]]
     return {name: value for name, value in given.items() if name not in _OF_ONE_RUN}
 
 

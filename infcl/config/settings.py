@@ -8,6 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from infcl.config.precision import PRECISIONS
 
@@ -21,6 +22,13 @@ OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 _SPELLINGS = {"amp_bfloat16": "amp_bf16", "pure_bf16": "bf16", "pure_fp16": "fp16"}
 _SPELLINGS |= {"wandb,tensorboard": "all", "tensorboard,wandb": "all", "": "none"}
+
+
+class JoinSources(argparse.Action):
+    """Store the values of a flag as one '::' list, in which each is a source."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        vars(namespace)[self.dest] = "::".join(values)
 
 
 def _number_or_auto(text: str, auto: int, least: int) -> int:
@@ -58,6 +66,7 @@ class TrainConfig:
         None,
         "training shards or tables: paths, {000..010} braces, folders, a '::' list, or @FILE with one per line",
         nargs="+",
+        action=JoinSources,
     )
     val_data: str | None = _data(
         None, "image-text pairs for retrieval and the validation loss: shards, a .csv or .tsv, or a .jsonl"

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from infcl.config import TrainConfig, parse_factors
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.samples import SampleTexts
+from infcl.data.plan import Share
+from infcl.data.samples import SampleDecoder, SampleTexts
 from infcl.data.shards import split_sources
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, is_json_lines
+from infcl.data.workers import make_dataloader
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,6 @@ class DataConfig:
     Args:
         urls: shards as for `shards.expand_shards`, or tables as for `table.TableReader`.
         dataset_type: "webdataset", "csv", or "streaming" (streaming.py lists its limitations).
-        keys: which members of a shard form a sample.
-        columns: which columns of a table form a sample.
-        limits: which images are rejected by their header.
-        texts: which texts of a sample are used.
         aug: options of `TrainTransform`.
         num_samples: samples per epoch; if fewer than all, each epoch has another random subset.
         upsampling_factors: one per `::` part of urls: how often an epoch contains its samples (plan.py).
@@ -34,7 +34,7 @@ class DataConfig:
         timeout: seconds without a micro-batch after which the run stops.
     """
 
-    urls: str | Sequence[str]
+    urls: str
     dataset_type: str = "webdataset"
     keys: SampleKeys = DEFAULT_KEYS
     columns: TableColumns = DEFAULT_COLUMNS
@@ -83,6 +83,17 @@ class DataConfig:
             max_bad_fraction=config.max_bad_fraction,
             workers=config.workers,
             timeout=60 * config.dist_timeout / 3,
+        )
+
+    def loader(self, dataset: Any, decoder: SampleDecoder, share: Share, **options: Any) -> DataLoader:
+        """Return the DataLoader of a dataset of micro-batches; see `make_dataloader`."""
+        return make_dataloader(
+            dataset,
+            num_workers=self.workers,
+            item_bytes=decoder.batch_bytes(share.rows),
+            node_readers=share.node_readers,
+            timeout=self.timeout,
+            **options,
         )
 
 

@@ -24,10 +24,9 @@ from infcl.data.captions import decode_captions, decode_text, parse_json
 from infcl.data.config import columns_of, limits_of
 from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_image, reject_damage
 from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
-from infcl.data.records import BadSample, Record
+from infcl.data.records import BadSample, Record, stream_records
 from infcl.data.shards import expand_shards
 from infcl.data.storage import ShardFault
-from infcl.data.streaming import stream_records
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, read_image
 from infcl.data.transforms import EvalTransform, PillowTransform
 from infcl.models.config import ModelConfig
@@ -44,12 +43,8 @@ class EvalConfig:
     Args:
         data: shards, a folder of class folders, or a table.
         image_size: side S of the square images, in pixels.
-        keys: which members of a shard form a sample.
-        columns: which columns of a table form a sample.
-        limits: which images are rejected by their header.
         captions: "one" or "lines", as --captions.
         resize: "torch" as in training, or "pil" (Pillow) as for published results (`PillowTransform`).
-        preprocess: how images are resized.
     """
 
     data: str
@@ -100,9 +95,6 @@ class EvalSamples:
 
     Args:
         source: the shards, or the records of image files, whose `where` is the image's path.
-        config: how samples are made.
-        rank, world_size: determine the samples of this rank.
-        threads: number of decoding threads.
         left_out: cause -> number of samples that the source lacks, which rank 0 counts.
         limit: stop after this many samples of this rank; `is_cut` is then true if there are more.
     """

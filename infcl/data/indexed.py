@@ -7,7 +7,6 @@ micro-batch has its full shape on every rank. The log of skipped samples is retu
 """
 
 import logging
-import time
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -18,14 +17,12 @@ import torch
 from infcl.data.config import DataConfig
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
 from infcl.data.records import BadSample, Record, ShardReader
-from infcl.data.samples import SampleDecoder
+from infcl.data.samples import BatchBuilder, DecodedSample, SampleDecoder
 from infcl.data.table import TableReader
-from infcl.data.workers import NoBatch, ReadLog, Source, WorkerBoard, make_dataloader
+from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, WorkerBoard
 
 _log = logging.getLogger(__name__)
 Collection = ShardReader | TableReader
-_ATTEMPTS = 10_000  # samples tried for one position; whether too many are bad is decided by their share (loader.py)
-_STORAGE_SECONDS = 60.0  # for one position, if storage fails
 
 
 class IndexedDataset:
@@ -33,48 +30,35 @@ class IndexedDataset:
 
     def __init__(self, collection: Collection, decoder: SampleDecoder, board: WorkerBoard):
         self.collection, self.decoder, self.board = collection, decoder, board
+        self.builder = BatchBuilder(decoder, board)
         self.num_samples = int(collection.counts.sum())
 
-    def __getitem__(self, item: tuple[int, int, np.ndarray]) -> tuple[dict[str, torch.Tensor], ReadLog] | NoBatch:
+    def __getitem__(self, item: tuple[int, int, np.ndarray]) -> tuple[MicroBatch | None, ReadLog] | NoBatch:
+        epoch, first, ids = item
         try:
-            return self._read(*item)
+            records = enumerate(self.collection.read(ids, on_part=self.board.reads))
+            return self.builder.batch(
+                [self._decode_or_replace(record, epoch, first + i, int(ids[i])) for i, record in records]
+            )
         except NoBatch as failure:  # if raised, the rank would get a traceback as the message
             return failure
 
-    def _read(self, epoch: int, first: int, ids: np.ndarray) -> tuple[dict[str, torch.Tensor], ReadLog]:
-        log: ReadLog = {"skipped": [], "noted": []}
-        samples, used = [], []
-        for i, record in enumerate(self.collection.read(ids, on_part=self.board.reads)):
-            sample, number = self._decode_or_replace(record, epoch, first + i, int(ids[i]), log)
-            samples.append(sample)
-            used.append(number)
-        batch = self.decoder.batch(samples, used, log)
-        self.board.rests()
-        return batch, log
-
-    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
         """Return the micro-batch at position `first` of the samples `ids`. Raises BadSample, replaces nothing."""
         log: ReadLog = {"skipped": [], "noted": []}
         records = self.collection.read(ids.numpy())
         samples = [self.decoder.decode(record, epoch, first + i, log) for i, record in enumerate(records)]
         return self.decoder.batch(samples, ids.tolist(), log)
 
-    def _decode_or_replace(self, record: Record, epoch: int, position: int, number: int, log: ReadLog):
+    def _decode_or_replace(self, record: Record, epoch: int, position: int, number: int) -> tuple[DecodedSample, int]:
         """Return (decoded sample, its number) of `record`, or of its first usable replacement."""
-        storage_fails, started = False, time.monotonic()
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return self.decoder.decode(record, epoch, position, log), number
-            except BadSample as bad:
-                log["skipped"].append((bad.cause, record.shard, f"{record.where}: {bad}"))
-                storage_fails |= record.fault is not None
-                last = f"{bad.cause}: {record.where}: {bad}"
-                if storage_fails and time.monotonic() > started + _STORAGE_SECONDS:
-                    break
+        attempt = 0
+        while (decoded := self.builder.decode(record, epoch, position, number)) is None:
+            attempt += 1
             raw = draw(self.decoder.seed, epoch, position, stream=attempt, count=1)[0]
             number = int(raw) % self.num_samples
             record = self.collection.read(np.array([number]), on_part=self.board.reads)[0]
-        raise NoBatch.after(attempt, last, storage_fails=storage_fails)
+        return decoded
 
 
 class PlanSampler:
@@ -122,20 +106,14 @@ class IndexedSource(Source):
         self._micro_batches_per_step = share.batch.num_micro_batches
         self._sampler = PlanSampler(collection, share, self.steps_per_epoch, decoder.seed)
         self._dataset = IndexedDataset(collection, decoder, self.board)
-        self._loader = make_dataloader(
-            self._dataset,
-            num_workers=data.workers,
-            item_bytes=decoder.batch_bytes(share.rows),
-            node_readers=share.node_readers,
-            timeout=data.timeout,
-            sampler=self._sampler,
-            persistent_workers=data.workers > 0,
+        self._loader = data.loader(
+            self._dataset, decoder, share, sampler=self._sampler, persistent_workers=data.workers > 0
         )
         if share.reader == 0:
             for line in collection.warnings:
                 _log.warning("%s", line)
 
-    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
         self._sampler.epoch, self._sampler.step, self._sampler.again = epoch, step, again
         used: dict[tuple[int, int], torch.Tensor] = {}  # position of each micro-batch of a step -> its sample numbers
         for position, (batch, log) in zip(self._sampler.positions(), self.board.watch(self._loader)):
@@ -144,9 +122,7 @@ class IndexedSource(Source):
             ids = used.setdefault(position, batch["ids"].clone())
             yield (batch if torch.equal(batch["ids"], ids) else self._as_before(batch, *position, ids)), log
 
-    def _as_before(
-        self, batch: dict[str, torch.Tensor], epoch: int, first: int, ids: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def _as_before(self, batch: MicroBatch, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
         """Return the micro-batch of the samples `ids`, or `batch` (other samples) if they cannot be read."""
         _log.warning("the second read of a micro-batch gave other samples; reading those of the first")
         try:

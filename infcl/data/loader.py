@@ -1,19 +1,16 @@
 """Loaders: the training loop iterates over them. Their state is {epoch, step}.
 
-    share = Share(BatchPlan(w, num_micro_batches=4, micro_batch_size=256), rank=r)
     loader = TrainLoader(DataConfig(urls), tokenizer, share, image_size=224, seed=0)
     loader.set_position(*divmod(global_step, loader.steps_per_epoch))
     for micro_batches in loader:      # a list of M dicts per step, until the epoch ends
-        ...
 
 A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, in pinned memory if there
 is a GPU. t is the number of texts per image (1 by default, samples.SampleTexts). "same_ids" int64 [m, 1] is added if
-duplicate samples are looked for. `ids` are global sample numbers. An epoch has num_samples // global_batch_size steps.
-The remainder, less than one global batch, is not read in that epoch; it is a different one in every epoch.
+duplicate samples are looked for. `ids` are global sample numbers. An epoch has num_samples // global_batch_size steps;
+the remainder is a different one in every epoch.
 
 With the default reader, the samples of a rank at (epoch, step) are a pure function of the seed, the shards and the
-batch sizes. They do not depend on the workers or on the step at which the run was resumed. The global batch does not
-depend on the number of ranks.
+batch sizes, and the global batch does not depend on the number of ranks.
 """
 
 import logging
@@ -21,8 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
-
-import torch
 
 from infcl.data.config import DataConfig
 from infcl.data.indexed import IndexedSource
@@ -34,11 +29,10 @@ from infcl.data.streaming import StreamingSource
 from infcl.data.table import TableReader
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TrainTransform
-from infcl.data.workers import ReadLog, Source
+from infcl.data.workers import MicroBatch, ReadLog, Source
 
 _log = logging.getLogger(__name__)
 
-MicroBatch = dict[str, torch.Tensor]
 _WINDOW = 10_000  # samples over which the fraction of bad samples is computed
 _BAD_ALLOWED = 10  # bad samples per window that never stop a run: 1% of a small data set may be less than one sample
 _WORST_SHARDS = 5  # listed by StepLoader.table
@@ -208,9 +202,6 @@ class TrainLoader(StepLoader):
     """Loader of image-text pairs from webdataset shards or a table of files: m * M samples per step and rank.
 
     Args:
-        data: which data is read, and how.
-        tokenizer: encodes the captions.
-        share: the samples of each step that this process reads.
         image_size: side S of the square images, in pixels.
         seed: of the sample order, the augmentations and all other random choices.
         indexed: the shards that other processes of this node have indexed (shards.load_manifest).

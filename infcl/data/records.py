@@ -1,6 +1,6 @@
-"""Records: read the undecoded bytes of samples by their global sample numbers.
+"""Records: read the undecoded bytes of samples, by their global sample numbers or front to back.
 
-In:  a `Manifest`, and sample numbers in any order.
+In:  a `Manifest`, and sample numbers in any order; or the urls of shards.
 Out: `Record`s in that order. Samples of one shard are read together, and adjacent samples with one call.
 """
 
@@ -8,16 +8,27 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from infcl.config import counted
 from infcl.config.words import printable
-from infcl.data.index import ABSENT, DEFAULT_KEYS, SampleKeys, Shard, read_sidecar, scan_shard
+from infcl.data.index import (
+    ABSENT,
+    DEFAULT_KEYS,
+    MAX_IMAGE_BYTES,
+    MAX_TEXT_BYTES,
+    SampleKeys,
+    Shard,
+    find_samples,
+    read_sidecar,
+    scan_shard,
+)  # fmt: skip
 from infcl.data.shards import Manifest
-from infcl.data.storage import ShardFault, ShardFile, is_remote, open_shard, retry
+from infcl.data.storage import ShardFault, ShardFile, is_remote, open_copy, open_shard, retry
 
 MAX_CAPTION_BYTES = 4096
 _MERGE_GAP = 4096  # members closer than this are read with one call
@@ -53,8 +64,6 @@ class ShardReader:
     read, so that processes share no connection.
 
     Args:
-        manifest: the shards.
-        keys: which members of a shard form a sample.
         needs_json: read the json member in addition to the text member.
     """
 
@@ -89,7 +98,6 @@ class ShardReader:
 
         Args:
             samples: global sample numbers, int64 [n].
-            images: whether to read the images.
             on_part: called with the number of each shard before it is read.
         """
         shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
@@ -195,3 +203,47 @@ def read_members(file: ShardFile, wanted: list[tuple[int, int]], path: str) -> l
             result[i] = data[offset - begin : offset - begin + size]
         at = stop
     return result
+
+
+def stream_records(
+    urls: Sequence[str],
+    keys: SampleKeys,
+    failed: Callable[[str, str, Exception], None],
+    *,
+    on_part: Callable[[int], None] = lambda part: None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[tuple[str, Record]]:
+    """Yield (key, record) of every sample, in order; with `world_size` > 1, of samples rank, rank + world_size, ...
+
+    Args:
+        failed: called with (cause, url, error) for each shard that cannot be opened or is damaged.
+        on_part: called with the number of each shard before it is read.
+        rank, world_size: of the members of other samples only the headers are read.
+    """
+    first = rank  # row of the next sample in its shard
+    for number, url in enumerate(urls):
+        on_part(number)
+        try:
+            with contextlib.closing(open_copy(url)) as file:
+                rows, _, damage = find_samples(file.pread, file.file_bytes, url, keys)
+                if damage:
+                    failed("damaged_shard", url, ValueError(f"{url}: {damage}"))
+                own = islice(rows.items(), first, None, world_size)
+                first = (first - len(rows)) % world_size
+                for key, row in own:
+                    name = key.encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
+                    yield name, _read_record(file, row, f"{url} {name}", url)
+        except ShardFault as fault:
+            failed(fault.cause, url, fault)
+        except (OSError, ValueError) as error:  # ValueError: it is compressed
+            failed("damaged_shard" if isinstance(error, ValueError) else "shard_unreadable", url, error)
+
+
+def _read_record(file: ShardFile, row: list[int], where: str, url: str) -> Record:
+    if row[1] > MAX_IMAGE_BYTES:
+        fault = ShardFault("image_file_too_large", f"{row[1]} bytes, {MAX_IMAGE_BYTES} allowed")
+        return Record(None, None, None, where, url, fault)
+    text_bytes = min(row[3], MAX_TEXT_BYTES + 1)
+    image, text, json = read_members(file, [(row[0], row[1]), (row[2], text_bytes), (row[4], row[5])], url)
+    return Record(image, text, json, where, url)

@@ -8,6 +8,7 @@ Bytes are only parsed as an image, as text or as JSON. Nothing is unpickled or e
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -22,8 +23,10 @@ from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, BadSample, Record
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
-from infcl.data.workers import ReadLog, stack
+from infcl.data.workers import MicroBatch, NoBatch, ReadLog, WorkerBoard, stack
 
+_BAD_IN_A_ROW = 10_000  # whether too many are bad is decided by their share (loader.py)
+_STORAGE_SECONDS = 60.0  # of bad samples in a row, if storage fails
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
 _CHOICE_STREAM, _NEGATIVE_STREAM = (1 << 33) + 1, (1 << 33) + 2  # choices of captions and of hard negatives
@@ -139,13 +142,71 @@ class SampleDecoder:
         log["noted"].extend(notes)
         return DecodedSample(self.transform(image, random), texts, same)
 
-    def batch(self, samples: list[DecodedSample], ids: list[int], log: ReadLog) -> dict[str, Any]:
+    def batch(self, samples: list[DecodedSample], ids: list[int], log: ReadLog) -> MicroBatch:
         """Collate samples and their global numbers to a micro-batch; note truncated captions in `log`."""
         before = self.tokenizer.truncated
         texts = self.tokenizer([text for sample in samples for text in sample.texts])
         log["noted"].extend(["caption_truncated"] * (self.tokenizer.truncated - before))
         batch = {"images": stack([sample.image for sample in samples]), "texts": texts, "ids": torch.tensor(ids)}
         return batch | ({"same_ids": torch.tensor([sample.same for sample in samples])} if self.texts.same else {})
+
+
+class BatchBuilder:
+    """The micro-batches of a reader: decode records, log and leave out bad ones, collate.
+
+    Args:
+        board: records when a micro-batch is complete.
+    """
+
+    def __init__(self, decoder: SampleDecoder, board: WorkerBoard):
+        self.decoder, self.board = decoder, board
+        self.log: ReadLog = {"skipped": [], "noted": []}  # of the current micro-batch
+        self._bad_in_a_row, self._since, self._storage_fails = 0, 0.0, False
+
+    def skip(self, cause: str, shard: str, why: object) -> None:
+        self.log["skipped"].append((cause, shard, str(why)))
+
+    def decode(self, record: Record, epoch: int, position: int, number: int) -> tuple[DecodedSample, int] | None:
+        """Return (decoded sample, number), or None if it is bad. Raises NoBatch after too many in a row."""
+        try:
+            sample = self.decoder.decode(record, epoch, position, self.log)
+        except BadSample as bad:
+            self.skip(bad.cause, record.shard, f"{record.where}: {bad}")
+            if self._bad_in_a_row == 0:
+                self._since, self._storage_fails = time.monotonic(), False
+            self._bad_in_a_row += 1
+            self._storage_fails |= record.fault is not None
+            too_long = self._storage_fails and time.monotonic() >= self._since + _STORAGE_SECONDS
+            if self._bad_in_a_row == _BAD_IN_A_ROW or too_long:
+                last = self.log["skipped"][-1]
+                raise NoBatch.after(self._bad_in_a_row, last, storage_fails=self._storage_fails) from bad
+            return None
+        self._bad_in_a_row = 0
+        return sample, number
+
+    def batch(self, samples: list[tuple[DecodedSample, int]]) -> tuple[MicroBatch | None, ReadLog]:
+        """Return the micro-batch of (sample, number) pairs, or None if there are none, and its log."""
+        decoded, numbers = [sample for sample, _ in samples], [number for _, number in samples]
+        batch = self.decoder.batch(decoded, numbers, self.log) if samples else None
+        log, self.log = self.log, {"skipped": [], "noted": []}
+        self.board.rests()
+        return batch, log
+
+
+def join_batches(parts: list[MicroBatch], rows: int) -> tuple[MicroBatch | None, list[MicroBatch]]:
+    """Return a micro-batch of `rows` samples, or None if the parts have fewer; and the parts that are left."""
+    if sum(len(part["ids"]) for part in parts) < rows:
+        return None, parts
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    size = len(joined["ids"])
+    begin = {name: value[: rows * len(value) // size] for name, value in joined.items()}
+    rest = {name: value[len(begin[name]) :] for name, value in joined.items()}
+    return begin, [rest] if size > rows else []
+
+
+def hash_63(data: bytes) -> int:
+    """Return a 63-bit hash. A billion different values have a collision with probability 0.05."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
 
 def _json_of(record: Record) -> dict[str, Any]:
@@ -167,7 +228,7 @@ def _negatives(values: dict[str, Any], key: str, own: list[str], notes: list[str
 
 
 def _same_id(same: str | None, image: bytes, caption: str, values: dict[str, Any]) -> int:
-    """Return a 63-bit hash of the compared value. A billion samples have a collision with probability 0.05."""
+    """Return the hash of the compared value."""
     if same is None:
         return 0
     if same.startswith("key:"):
@@ -176,4 +237,4 @@ def _same_id(same: str | None, image: bytes, caption: str, values: dict[str, Any
         data = json.dumps(value, sort_keys=True).encode()
     else:
         data = image if same == "image" else folded(caption).encode("utf-8", "replace")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
+    return hash_63(data)

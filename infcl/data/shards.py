@@ -22,6 +22,7 @@ import numpy as np
 
 from infcl.config import OneLineParser, counted
 from infcl.config.redaction import check_text, redact_output
+from infcl.config.settings import JoinSources
 from infcl.config.words import printable
 from infcl.data.index import DEFAULT_KEYS, SampleKeys, Shard, ensure_index
 from infcl.data.storage import ShardFault, is_remote, open_lines
@@ -31,16 +32,15 @@ _OPENED_AT_ONCE = 16  # shards per process: remote storage answers after 50 to 1
 _SOURCES = re.compile("(?<!filecache)::")  # filecache::URL is one URL, of fsspec's cache
 
 
-def expand_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[str]:
+def expand_shards(urls: str, *, allow_pipe: bool = False) -> list[str]:
     """Return the shards of `urls` in order. Raises the same errors as `find_shards`."""
     return list(chain.from_iterable(find_shards(urls, allow_pipe=allow_pipe)))
 
 
-def find_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[list[str]]:
+def find_shards(urls: str, *, allow_pipe: bool = False) -> list[list[str]]:
     """Return the shards of each source: expand `::` lists, braces, globs and folders. Remote urls are not checked.
 
     Args:
-        urls: the value of --train-data, or several such values.
         allow_pipe: accept `pipe:COMMAND`, which runs a shell command.
 
     Raises:
@@ -84,13 +84,13 @@ def find_shards(urls: str | Sequence[str], *, allow_pipe: bool = False) -> list[
     return sources
 
 
-def split_sources(urls: str | Sequence[str]) -> list[str]:
+def split_sources(urls: str) -> list[str]:
     """Return the `::` parts of `urls`; each line of an `@FILE` is a part. Each part has one upsampling factor.
 
     Raises:
         ValueError: an `@FILE` cannot be read, or a url has a password.
     """
-    names = [name for url in ([urls] if isinstance(urls, str) else urls) for name in _SOURCES.split(url) if name]
+    names = filter(None, _SOURCES.split(urls))
     found = [name for source in names for name in (_names_in(source[1:]) if source[:1] == "@" else [source])]
     for name in filter(is_remote, found):
         check_text(f"one of the {len(found)} urls", name)
@@ -163,7 +163,7 @@ class Manifest:
 
 
 def load_manifest(
-    urls: str | Sequence[str],
+    urls: str,
     *,
     factors: Sequence[float] | None = None,
     keys: SampleKeys = DEFAULT_KEYS,
@@ -173,9 +173,7 @@ def load_manifest(
     """Index every shard that has no valid index yet, and return the list of all shards.
 
     Args:
-        urls: the value of --train-data, or several such values.
         factors: upsampling factors, one for each `::` part of `urls`.
-        keys: which members of a shard form a sample.
         index_cache: folder for indexes that cannot be stored next to their shards.
         indexed: path -> shard, of those that other processes of this node have indexed. They are not opened.
 
@@ -204,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     redact_output()
     parser = OneLineParser(prog="python -m infcl.data.shards", description="Build the index of each shard.")
     parser.add_argument("command", choices=["index"])
-    parser.add_argument("urls", nargs="+", help="tars, braces, '::' lists, globs, folders or @FILE")
+    parser.add_argument("urls", nargs="+", action=JoinSources, help="tars, braces, '::' lists, globs, folders or @FILE")
     parser.add_argument("--index-cache", help="folder of indexes of remote and read-only shards")
     parser.add_argument("--image-key", default=DEFAULT_KEYS.image, help="image extensions, split by ';'")
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")

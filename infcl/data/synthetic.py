@@ -6,10 +6,9 @@ from functools import cached_property
 
 import torch
 
-from infcl.data.loader import MicroBatch
 from infcl.data.plan import Share, draw
 from infcl.data.tokenizer import EOS_ID, PAD_ID
-from infcl.data.workers import ReadLog, Source
+from infcl.data.workers import MicroBatch, ReadLog, Source
 
 
 def random_captions(
@@ -32,10 +31,7 @@ class SyntheticSource(Source):
     Token ids are in [2, vocab_size) except `end_id`. Then come `end_id` and padding (`pad_id`).
 
     Args:
-        share: the samples of each step that this process reads.
         image_size: side S of the square images, in pixels.
-        context_length: token positions per caption.
-        vocab_size: number of token ids.
         seed: of the images, the tokens and the choice of micro-batches.
         num_samples: samples per epoch, over all ranks.
         end_id, pad_id: token ids of the end and of the padding.

@@ -46,7 +46,6 @@ class TableReader:
 
     Args:
         urls: paths of the tables, or a `::` list.
-        columns: the format of the tables.
         factors: upsampling factors, one per table.
 
     Raises:
@@ -59,7 +58,7 @@ class TableReader:
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        urls: str,
         *,
         columns: TableColumns = DEFAULT_COLUMNS,
         factors: Sequence[float] | None = None,

@@ -22,7 +22,8 @@ from infcl.config import counted
 _SHARED_MEMORY = "/dev/shm"
 _PREFETCH = 4  # micro-batches that each worker reads ahead
 
-# The log of a micro-batch: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
+MicroBatch = dict[str, torch.Tensor]
+# Its log: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
 ReadLog = dict[str, list]
 
 
@@ -34,9 +35,9 @@ class NoBatch(RuntimeError):
         self.exit_code = exit_code
 
     @classmethod
-    def after(cls, bad: int, last: str, *, storage_fails: bool) -> "NoBatch":
-        """Return the failure after `bad` samples in a row; `last` describes the last one."""
-        what = f"{counted(bad, 'sample')} in a row could not be used (the last: {last})"
+    def after(cls, bad: int, last: tuple[str, str, str], *, storage_fails: bool) -> "NoBatch":
+        """Return the failure after `bad` samples in a row; `last` is the entry of the last one in the log."""
+        what = f"{counted(bad, 'sample')} in a row could not be used (the last: {last[0]}: {last[2]})"
         return cls(what) if storage_fails else cls(f"{what}; is this a data set of images?", 65)
 
 
@@ -110,7 +111,7 @@ class Source(ABC):
     repeats = False  # whether micro-batches can be read a second time
 
     @abstractmethod
-    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[dict[str, torch.Tensor], ReadLog]]:
+    def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
         """Return this rank's micro-batches from `step` of `epoch` on, without an end, each with its log.
 
         After the M micro-batches of a step, those whose index is in `again` come a second time, bit-identical. Only a
@@ -142,11 +143,6 @@ def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -
     """Return the message for a worker that died, or None for other errors.
 
     torch raises the error in a signal handler, so it can occur at any line of the rank.
-
-    Args:
-        error: the error that torch raised.
-        rank: rank of this process.
-        memory_mb: `WorkerBoard.memory_mb`.
     """
     words = str(error).partition("\n")[0].rstrip(". ")
     if not re.match(r"DataLoader worker \(pid\S* [\d, ]+\) (is killed|exited unexpectedly)", words):
@@ -196,10 +192,8 @@ def make_dataloader(
     Args:
         dataset: returns or yields micro-batches.
         num_workers: worker processes; 0 reads in this process.
-        item_bytes: size of a micro-batch.
         node_readers: processes of this node that make such a DataLoader.
         timeout: seconds without a micro-batch of the workers after which the DataLoader raises; 0: never.
-        options: further options of torch's DataLoader.
 
     Raises:
         ValueError: this machine lacks what the workers need, see `_check_shared_memory`.

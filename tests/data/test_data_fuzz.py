@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infcl.data.index import SampleKeys, scan_shard
-from infcl.data.records import BadSample, Record, ShardReader
+from infcl.data.records import BadSample, Record, ShardReader, stream_records
 from infcl.data.samples import decode_record
 from infcl.data.shards import load_manifest
-from infcl.data.streaming import stream_records
 from tests.lib.shard_files import Payload, encode, pair_members, picture, png_bomb, write_tar
 from tests.lib.small_loader import small_loader
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from infcl.data import streaming
+from infcl.data import records
 from infcl.data.index import MAX_IMAGE_BYTES
 from infcl.data.table import TableColumns
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
@@ -21,8 +21,8 @@ def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
 
 def test_ranks_read_their_own_samples_of_shards_only(tmp_path, monkeypatch):
     folder, read, world_size = write_shards(tmp_path / "s", [7, 30, 0, 3, 1]), [], 4
-    read_record = streaming._read_record
-    monkeypatch.setattr(streaming, "_read_record", lambda *of: read.append(of) or read_record(*of))
+    read_record = records._read_record
+    monkeypatch.setattr(records, "_read_record", lambda *of: read.append(of) or read_record(*of))
     whole = [sample.caption for sample in eval_samples(folder, image_size=8)]
     assert len(whole) == len(read) == 41
     for rank in range(world_size):

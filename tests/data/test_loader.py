@@ -284,7 +284,7 @@ def test_the_share_of_bad_samples_decides_and_not_a_run_of_them(tmp_path, tokeni
 
 
 def test_storage_that_fails_for_long_ends_the_run_as_a_failure_that_may_pass(shards, tokenizer, monkeypatch):
-    monkeypatch.setattr("infcl.data.indexed._STORAGE_SECONDS", 0.0)
+    monkeypatch.setattr("infcl.data.samples._STORAGE_SECONDS", 0.0)
     fault = ShardFault("shard_unreadable", "away")
     read = ShardReader.read
     monkeypatch.setattr(ShardReader, "read", lambda *a, **k: [r._replace(fault=fault) for r in read(*a, **k)])

@@ -10,10 +10,9 @@ import pytest
 
 from infcl.data import storage
 from infcl.data.index import SampleKeys, ensure_index
-from infcl.data.records import ShardReader
+from infcl.data.records import ShardReader, stream_records
 from infcl.data.shards import load_manifest
 from infcl.data.storage import ShardFault, open_copy, open_shard, retry
-from infcl.data.streaming import stream_records
 from infcl.data.table import TableReader, read_image
 from tests.lib.http_server import serving
 from tests.lib.shard_files import pair_members, write_shards, write_tar
@@ -290,7 +289,7 @@ def test_a_member_without_end_ends_the_shard_of_the_streaming_reader(tmp_path, m
         path.write_bytes(whole + bytes(-len(whole) % 512) + endless.tobuf(tarfile.GNU_FORMAT))
         texts, faults = streamed(str(path))
         assert len(texts) == 1 and faults
-    monkeypatch.setattr("infcl.data.streaming.MAX_IMAGE_BYTES", 9999)
+    monkeypatch.setattr("infcl.data.records.MAX_IMAGE_BYTES", 9999)
     write_tar(tmp_path / "a.tar", [("a.jpg", bytes(10_000)), ("a.txt", b"a"), *pair_members(1)])
     faults = [record.fault and record.fault.cause for _, record in stream_records([str(path)], SampleKeys(), None)]
     assert faults == ["image_file_too_large", None]
