@@ -1,14 +1,12 @@
-"""Find the largest global batch that fits (the paper's Table 2): `python -m benchmarks.largest_batch --gpus 4 ...`
+"""Try which global batches fit (the paper's Tables 1 and 2): `python -m benchmarks.largest_batch --gpus 4 --at B ...`
 
 A trial is one step of the trainer on synthetic images, in processes of its own. The allocator limits each process to
---memory-gb of GPU memory. The search begins at the planner's estimate and moves up or down in growing strides. It ends
-when the largest batch that fits and the smallest that does not are within --tolerance. Each trial is a CSV row.
---at B ... tries these batches instead, up to the first that does not fit (the paper's Table 1). Several values of
---loss and --pixels are tried one after another. A trial that fails for another reason than GPU memory ends the command.
+--memory-gb of GPU memory. The batches are tried in ascending order, up to the first that does not fit, for each --loss
+and each --pixels. Each trial is a CSV row. A trial that fails for another reason than GPU memory ends the command.
+`python -m infcl.plan` estimates the largest batch.
 
     --pixels gpu     cache pixels on the GPU between the passes (as in the paper without data offload; here as uint8)
     --pixels host    cache pixels in host memory, and read those that do not fit twice (the paper's "data offload")
-    --max-batch N    the largest trial: the time of the loss grows with the square of the batch
 
 Steps are abridged. Everything that grows with the batch has its full size: cached pixels, tokens, features, the loss of
 all samples over all ranks, feature gradients. Micro-batches between the first and the last of a pass get random unit
@@ -18,12 +16,11 @@ Other flags are pretrain_clip.py's.
 """
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable
 from importlib import metadata
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,14 +30,8 @@ from benchmarks.clock import hardware
 from benchmarks.processes import exit_on_sigterm, reason, run
 from benchmarks.rows import append, parser_of_rows
 from benchmarks.step import command, config_of, shared_folder, trained
-from infcl.config.precision import PRECISIONS
 from infcl.loss.contrastive import LOSSES
-from infcl.models.config import load_model_config
 from infcl.parallel import destroy_parallel, init_parallel
-from infcl.plan.fit import largest_batch
-from infcl.plan.memory import memory_of
-from infcl.plan.profile import USABLE, load_gpu
-from infcl.plan.setting import Setting
 from infcl.report import read_metrics
 from infcl.train.trainer import Trainer
 
@@ -49,8 +40,6 @@ COLUMNS = (
     "fits", "peak_gib", "seconds_loss", "step_seconds", "device", "torch", "triton", "deepspeed", "commit", "said",
 )  # fmt: skip
 RESULT = "RESULT "
-# Share of a memory limit that the allocator can fill. A step planned at 0.988 of 80 GB did not fit.
-FILLED = 0.985
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,67 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
     if odd := [batch for batch in options.at if batch % unit]:
         raise SystemExit(f"--at {odd[0]} is no multiple of {options.gpus} GPUs x --batch-size {options.batch_size}")
     exit_on_sigterm("benchmarks.largest_batch")
-    best = 0
-    for loss in options.loss:
-        for pixels in options.pixels:
-
-            def fits(batch: int, loss=loss, pixels=pixels) -> bool:
-                return trial(options, arguments, loss, pixels, batch)
-
-            if options.at:
-                best = max([best, *_while_true(fits, sorted(options.at))])
-                continue
-            start = max(unit, (options.first or planned(options, loss, pixels, unit)) // unit * unit)
-            below, above = search(
-                fits, start, unit, tolerance=options.tolerance, limit=options.max_batch, trials=options.trials
-            )
-            best = max(best, below)
-            beyond = f"{above:,} do not fit" if above else "no batch was too large"
-            print(f"{loss}, pixels {pixels}: {f'{below:,} samples fit' if below else 'nothing fits'}, {beyond}")
-    return 0 if best else 1
-
-
-def _while_true(fits: Callable[[int], bool], batches: list[int]) -> list[int]:
-    found = []
-    for batch in batches:
-        if not fits(batch):
-            break
-        found.append(batch)
-    return found
-
-
-def search(
-    fits: Callable[[int], bool], start: int, unit: int, *, tolerance: float, limit: int, trials: int
-) -> tuple[int, int | None]:
-    """Search the largest batch that fits.
-
-    Args:
-        fits: tries a batch.
-        start: first batch to try.
-        unit: batches are multiples of it.
-        tolerance: largest relative distance between the two results.
-        limit: largest batch to try.
-        trials: largest number of trials.
-
-    Returns:
-        The largest batch that fits (0: none) and the smallest that does not (None: all fit).
-    """
-    below, above, stride, batch = 0, None, tolerance, start
-    for _ in range(trials):
-        if fits(batch):
-            below = batch
-        else:
-            above = batch
-        if above is None:
-            batch = min(limit, int(batch * (1 + stride)))
-        else:
-            batch = (below + above) // 2 if below else int(batch / (1 + stride))
-        stride *= 2
-        batch = max(below + unit, batch // unit * unit)
-        close = above is not None and below and above <= below * (1 + tolerance) + unit
-        if close or batch > limit or batch == above:
-            break
-    return below, above
+    fitting = 0
+    for loss, pixels in product(options.loss, options.pixels):
+        for batch in sorted(options.at):
+            if not trial(options, arguments, loss, pixels, batch):
+                break
+            fitting += 1
+    return 0 if fitting else 1
 
 
 def trial(options: argparse.Namespace, arguments: list[str], loss: str, pixels: str, batch: int) -> bool:
@@ -167,50 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", choices=LOSSES, nargs="+", default=["inf_cl"])
     parser.add_argument("--precision", choices=("bf16", "amp_bf16", "fp32"), default="bf16")
     parser.add_argument("--no-checkpointing", action="store_true")
-    parser.add_argument("--at", type=int, nargs="+", default=[], help="samples: these batches instead of a search")
-    parser.add_argument("--tolerance", type=float, default=0.05)
-    parser.add_argument("--first", type=int, default=None, help="samples of the first trial [the plan's]")
-    parser.add_argument("--max-batch", type=int, default=1 << 40)
-    parser.add_argument("--trials", type=int, default=8, help="of a search, at most")
+    parser.add_argument("--at", type=int, nargs="+", default=[], help="batches to try, in samples")
     parser.add_argument("--time-out", type=float, default=900.0, help="seconds of a trial")
     parser.add_argument("--trial", nargs=3, default=None, help=argparse.SUPPRESS)  # in the processes of a trial
     return parser
-
-
-# ---- the planner's estimate ----
-
-
-def planned(options: argparse.Namespace, loss: str, pixels: str, unit: int) -> int:
-    """Return the largest batch that the planner fits into 97% of the memory; a multiple of `unit`."""
-    setting = _setting(
-        options.model,
-        options.gpus,
-        unit,
-        pixels=pixels,
-        micro_batch=options.batch_size,
-        precision=options.precision,
-        checkpointing=not options.no_checkpointing,
-        loss=loss,
-    )
-    memory_gib = FILLED * 0.97e9 * options.memory_gb / USABLE / 2**30
-    largest = largest_batch(setting.with_(gpu=dataclasses.replace(setting.gpu, memory_gib=memory_gib)))
-    return min(largest, options.max_batch // unit * unit)
-
-
-def planned_peak(model: str, gpus: int, pairs: int, **options: Any) -> float:
-    """Return the planned peak in bytes per GPU of a step of `pairs` samples, with the options of `_setting`."""
-    return memory_of(_setting(model, gpus, pairs, **options))["peak"]
-
-
-def _setting(model: str, gpus: int, pairs: int, *, pixels: str, **options: Any) -> Setting:
-    """Return the setting of a step of `pairs` samples with eager blocks; `options` are further fields of it."""
-    fields: dict[str, Any] = {"precision": "bf16", "compiled": False, "checkpointing": True} | options
-    fields["precision"] = PRECISIONS[fields["precision"]]
-    return Setting(
-        model=load_model_config(model), gpu=load_gpu("h200"), gpus=gpus, gpus_per_node=min(gpus, 8), global_batch=pairs,
-        pixels={"gpu": "device"}.get(pixels, pixels),
-        **fields,
-    )  # fmt: skip
 
 
 # ---- one trial, in its processes ----

@@ -5,13 +5,11 @@ after the forward and after forward and backward.
 
 A call at 8 million rows takes minutes, but its memory does not depend on the results of the tiles. If a case would take
 longer than --seconds, only the first tile kernels and matmuls run. The others are skipped, while all allocations
-happen as in a complete call. The column "tiles" says which: "all" or "first 4". --verify measures the smallest number
-of rows both ways and fails if the bytes differ.
+happen as in a complete call. The column "tiles" says which: "all" or "first 4".
 """
 
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -42,8 +40,6 @@ def main() -> None:
         for backward in (False, True):
             complete = _seconds(count, dim, backward) <= arguments.seconds
             _report(_measure(impl, dim, count, backward, complete) | facts, arguments.csv)
-    if arguments.verify:
-        _verify(arguments.impl, arguments.dim[0], min(arguments.rows))
 
 
 def _parse():
@@ -57,7 +53,6 @@ def _parse():
     parser.add_argument("--dim", type=listed(int), default=[64, 256, 768], help="feature dimensions, comma-separated")
     parser.add_argument("--rows", type=listed(int), default=[2**20, 2**21, 2**22, 2**23], help="comma-separated")
     parser.add_argument("--seconds", type=float, default=20.0, help="a call that takes longer is shortened")
-    parser.add_argument("--verify", action="store_true", help="compare shortened with complete calls")
     return parser.parse_args()
 
 
@@ -138,14 +133,6 @@ def _report(row: dict, path) -> None:
     else:
         print(f"{name} out of memory", flush=True)
     append(path, [row], COLUMNS)
-
-
-def _verify(impls: list[str], dim: int, rows: int) -> None:
-    for impl, backward in itertools.product(impls, (False, True)):
-        complete, shortened = (_measure(impl, dim, rows, backward, whole)["peak_gib"] for whole in (True, False))
-        print(f"{impl}, {rows} rows: {complete:.4f} GiB complete, {shortened:.4f} GiB shortened", flush=True)
-        if complete != shortened:
-            sys.exit("a shortened call takes another amount of memory")
 
 
 if __name__ == "__main__":

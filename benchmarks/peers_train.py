@@ -23,14 +23,12 @@ A setting that fails or hangs (--time-out) becomes a row with the cause.
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from itertools import pairwise
 from pathlib import Path
@@ -54,57 +52,30 @@ COLUMNS = (
 RESULT = "RESULT "
 
 
-class Checkout(NamedTuple):
-    folder: Path
-    commit: str  # abbreviated
-
-
 def main() -> None:
-    parser = _parser()
-    options = parser.parse_args()
+    options = _parser().parse_args()
     if options.inside is not None:
         program, *flags = options.inside
         print(RESULT + json.dumps(train(program, flags)), flush=True)
         return
-    for program in programs(options):
-        if trouble := what_is_missing(program, checkout_of(program, options)):
-            parser.error(trouble)
     exit_on_sigterm("benchmarks.peers_train")
     print(f"{'program':>10} {'blocks':>9} {'m x M':>9} {'samples/s':>10} {'std':>7} {'waiting':>8} {'peak GiB':>9}")
     for setting in settings(options):
-        version = version_of(setting["program"], checkout_of(setting["program"], options))
-        report({"version": version} | setting | run(setting, options) | hardware(options.commit), options.csv)
+        row = {"version": version_of(setting["program"], options)} | setting | run(setting, options)
+        report(row | hardware(options.commit), options.csv)
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """Return --programs; by default open_clip, infcl, and the programs whose checkout is given."""
+    """Return --programs; by default all, inf_clip only with its checkout."""
     if options.programs is not None:
         return options.programs.split(",")
-    return [name for name, one in TRAINERS.items() if not one.checkout or checkout_of(name, options)]
+    return [name for name in TRAINERS if name != "inf_clip" or options.inf_clip]
 
 
-def checkout_of(program: str, options: argparse.Namespace) -> Checkout | None:
-    return getattr(options, program, None)
-
-
-def what_is_missing(program: str, checkout: Checkout | None) -> str:
-    """Describe what a program needs and lacks here; empty if nothing is missing."""
-    if program not in TRAINERS:
-        return f"no program {program!r}: one of {', '.join(TRAINERS)}"
-    trainer, flag = TRAINERS[program], "--" + program.replace("_", "-")
-    if trainer.checkout and checkout is None:
-        return f"{program} needs {flag}, a checkout"
-    package = trainer.module.partition(".")[0]
-    if checkout is not None and not (checkout.folder / package).is_dir():
-        return f"{flag}: no folder {package} in {checkout.folder}"
-    names = [name for name in trainer.packages if importlib.util.find_spec(name) is None]
-    return f"{program}'s trainer needs the packages {', '.join(names)} (docs/benchmarks/trainers.md)" if names else ""
-
-
-def version_of(program: str, checkout: Checkout | None) -> str:
+def version_of(program: str, options: argparse.Namespace) -> str:
     """Return the program's release or the commit of its checkout; empty for infcl, whose row has the commit."""
-    if checkout is not None:
-        return checkout.commit
+    if program == "inf_clip":
+        return (git_commit(options.inf_clip) or "")[:7]
     return metadata.version("open_clip_torch") if program == "open_clip" else ""
 
 
@@ -133,14 +104,9 @@ def run(setting: dict, options: argparse.Namespace) -> dict:
             command(setting, flags), options.time_out, cwd=folder if trainer.module else ROOT, env=environment
         )
         if failure:
-            return {"status": f"{failure}: {_cause(output)}"}
+            return {"status": f"{failure}: {' '.join(reason(output))[:300]}"}
         said = _of_another(output) if trainer.module else _of_infcl(Path(folder))
     return row_of(said, options.warm_up)
-
-
-def _cause(output: str) -> str:
-    first, *others = reason(output)  # "..." if no line looks like a cause
-    return first if first != "..." else "".join(others[-1:])
 
 
 def flags_of(setting: dict, steps: int, device: str, folder: str) -> list[str]:
@@ -211,24 +177,10 @@ def report(row: dict, path: Path | None) -> None:
 
 def _environment(setting: dict, options: argparse.Namespace) -> dict[str, str]:
     """Return an environment with the packages of infcl and of the checkout, and without GPUs for --device cpu."""
-    checkout = checkout_of(setting["program"], options)
-    own = [] if checkout is None else [str(checkout.folder)]
-    paths = [str(ROOT), *own, os.environ.get("PYTHONPATH")]
+    own = str(options.inf_clip.resolve()) if setting["program"] == "inf_clip" else None
+    paths = [str(ROOT), own, os.environ.get("PYTHONPATH")]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return found | {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else found
-
-
-def _checkout(text: str) -> Checkout:
-    """Parse DIR, a git checkout.
-
-    Raises:
-        argparse.ArgumentTypeError: the folder is no git checkout.
-    """
-    path = Path(text).resolve()
-    if not (path / ".git").exists():
-        raise argparse.ArgumentTypeError(f"{text} is no git checkout")
-    found = git_commit(path) or ""
-    return Checkout(path, found[:7] + found[40:])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -236,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--programs", default=None, help="comma-separated; default: all whose checkout is given or not needed"
     )
-    parser.add_argument("--inf-clip", type=_checkout, metavar="DIR", help="a git checkout of DAMO-NLP-SG/Inf-CLIP")
+    parser.add_argument("--inf-clip", type=Path, metavar="DIR", help="a git checkout of DAMO-NLP-SG/Inf-CLIP")
     parser.add_argument("--model", default="ViT-L-14", help="a name that all know, or a JSON file's absolute path")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128, help="micro-batch of a GPU")
@@ -256,25 +208,17 @@ def _parser() -> argparse.ArgumentParser:
 # ---- the programs ----
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """How to import a program. Without `module` it is pretrain_clip.py."""
+class Trainer(NamedTuple):
+    """How to import a program."""
 
-    module: str = ""  # module that has main(flags)
+    module: str  # module that has main(flags); "": pretrain_clip.py
     models: str = ""  # module that has add_model_config and list_models
-    packages: tuple[str, ...] = ()  # imports in addition to infcl's own
-    checkout: bool = False  # imported from a checkout; otherwise installed
 
 
 TRAINERS = {  # in the order of the rows
-    "open_clip": Trainer("open_clip_train.main", "open_clip", ("open_clip_train", "pandas")),
-    "inf_clip": Trainer(
-        "inf_clip.train.main",
-        "inf_clip",
-        ("pandas", "braceexpand", "ftfy", "pynvml", "regex", "torchvision", "triton"),
-        checkout=True,
-    ),
-    "infcl": Trainer(),
+    "open_clip": Trainer("open_clip_train.main", "open_clip"),
+    "inf_clip": Trainer("inf_clip.train.main", "inf_clip"),
+    "infcl": Trainer(""),
 }
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 

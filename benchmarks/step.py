@@ -12,15 +12,13 @@ prints one line; --csv appends it with commit, hardware and versions:
     text_share  share of the text tower's token positions that are computed. Both rates count only these. Captions are
                 packed unless --pack-captions is off
 
-    --sweep FILE   one setting per line (flags; # comments), each in its own processes, stopped after --time-out seconds
+`bash benchmarks/sweep.sh FILE CSV` measures each line of a file (flags; # comments) in processes of its own.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import re
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -35,7 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.clock import hardware, library_tflops
-from benchmarks.processes import exit_on_sigterm, reason, run, torchrun
+from benchmarks.processes import torchrun
 from benchmarks.rows import append, parser_of_rows
 from infcl.config import TrainConfig, parse_args
 from infcl.models.attention import towers_with_kernel
@@ -59,16 +57,11 @@ COLUMNS = (  # encode_together belongs to a removed flag; it stays, empty, becau
 )  # fmt: skip
 ONE_RESIDENT = ["--resident-micro-batches", "1"]  # with auto, rows would depend on the GPU's memory
 SYNTHETIC = ["--dataset-type", "synthetic", "--train-num-samples", str(10**9)]
-_PHASE_NAMES = " ".join(f"{phase:>7}" for phase in PHASES)
-HEADER = f"{'samples/s':>9} {'per GPU':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6}  seconds: {_PHASE_NAMES}  setting"
 
 
 def main() -> None:
     options, trainer_flags = _parse(sys.argv[1:])
-    if options.sweep is not None:
-        exit_on_sigterm("benchmarks.step")
-        _sweep(options)
-    elif options.gpus > 1 and "RANK" not in os.environ:
+    if options.gpus > 1 and "RANK" not in os.environ:
         sys.exit(subprocess.run(command(options.gpus, sys.argv[1:])).returncode)
     else:
         measure(options, trainer_flags)
@@ -83,8 +76,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--measured-steps", type=int, default=4)
     parser.add_argument("--warm-up-steps", type=int, default=2)
     parser.add_argument("--label", default=None, help="of the row; default: the flags")
-    parser.add_argument("--sweep", type=Path, default=None)
-    parser.add_argument("--time-out", type=float, default=120.0, help="seconds for each setting of a sweep")
     return parser.parse_known_args(arguments)
 
 
@@ -233,38 +224,13 @@ def executed_flops(
 
 def report(row: dict, path: Path | None) -> None:
     """Print a row; append it to the CSV."""
-    seconds = " ".join(f"{row.get(f'seconds_{phase}') or 0:7.3f}" for phase in PHASES)
+    seconds = ", ".join(f"{phase} {row.get(f'seconds_{phase}') or 0:.3f}" for phase in PHASES)
     print(
-        f"{row['samples_per_second']:9.1f} {row['samples_per_second_per_gpu']:8.1f} {row['mfu']:6.3f} "
-        f"{row['hfu']:6.3f} {row['peak_gib']:6.1f}           {seconds}  {row['label']}",
+        f"{row['label']}: {row['samples_per_second']:.1f} samples/s, {row['samples_per_second_per_gpu']:.1f} per GPU, "
+        f"MFU {row['mfu']:.3f}, HFU {row['hfu']:.3f}, {row['peak_gib']:.1f} GiB, seconds: {seconds}",
         flush=True,
     )
     append(path, [row], COLUMNS)
-
-
-# ---- many settings ----
-
-
-def _settings(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """Yield (line, flags) for every line of the file. The flags begin with those of this command."""
-    common = _without(sys.argv[1:], "--sweep")
-    for line in options.sweep.read_text().splitlines():
-        if setting := line.split("#")[0].strip():
-            flags = [*common, *shlex.split(setting)]
-            if "--label" not in flags:
-                flags += ["--label", " ".join(_shown_flags(shlex.split(setting)))]
-            yield setting, flags
-
-
-def _sweep(options: argparse.Namespace) -> None:
-    """Run each setting in its own processes; report those that fail or hang."""
-    print(HEADER, flush=True)
-    for setting, flags in _settings(options):
-        gpus = argparse.ArgumentParser(allow_abbrev=False)
-        gpus.add_argument("--gpus", type=int, default=1)
-        failure, output = run(command(gpus.parse_known_args(flags)[0].gpus, flags), options.time_out)
-        text = f"{setting}\n  {failure}: " + "\n  ".join(reason(output)) if failure else _rows(output)
-        print(text, flush=True)
 
 
 def command(gpus: int, flags: list[str], module: str = "benchmarks.step") -> list[str]:
@@ -272,25 +238,10 @@ def command(gpus: int, flags: list[str], module: str = "benchmarks.step") -> lis
     return [*torchrun(gpus), "-m", module, *flags]
 
 
-def _rows(output: str) -> str:
-    """Return the rows and warnings in a child's output."""
-    opening = r"  (model|data|batch|steps|loss|engine|towers|pixels|optimizer) "
-    noise = opening + r"|.*(the run ends inside|\*{5}|OMP_NUM_THREADS|data wait)"
-    return "\n".join(line for line in output.splitlines() if line.strip() and not re.match(noise, line))
-
-
 def _shown_flags(flags: list[str]) -> list[str]:
-    for name in ("--csv", "--commit", "--time-out"):
-        flags = _without(flags, name)
-    return [flag.removeprefix("--") for flag in flags]
-
-
-def _without(flags: list[str], name: str) -> list[str]:
-    """Return `flags` without `name` and its value."""
-    if name not in flags:
-        return flags
-    at = flags.index(name)
-    return flags[:at] + flags[at + 2 :]
+    """Return the flags of a setting without dashes."""
+    hidden = {at + more for at, flag in enumerate(flags) if flag in ("--csv", "--commit") for more in (0, 1)}
+    return [flag.removeprefix("--") for at, flag in enumerate(flags) if at not in hidden]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,5 @@
 """Seconds of a step, phase by phase: computation, communication, and how much of them overlaps.
 
-    encode      M - R forwards without a graph              replay    M forwards, backwards and recomputations
-    loss        8 rows B D flops per GPU                    ring      blocks of W ranks, overlaps the loss
-    gradients   reduced once per step (ZeRO 0, 1) or per micro-batch (2, 3); overlap_comm: during the backward
-    parameters  gathered after the update (ZeRO 1, 2), or in a step's first forward (ZeRO 3; more than 1e9: each pass)
-    host        issues encode, loss and replay while the GPUs compute
-    optimizer   reads and writes of the optimizer state and of the gradients
-
 Cost of a block of width w, per token of L and forward:
 
     GEMMs        (8 + 4 ratio) w^2 flops, at GEMMS of the profile's rate                split over T ranks
@@ -16,7 +9,7 @@ Cost of a block of width w, per token of L and forward:
 
 A backward takes two forwards. Rates of a profile are sustained rates. Unless measurements showed otherwise, a transfer
 costs only the time by which it exceeds the phase that it overlaps. The constants were measured on H200s (docs/results).
-tests/plan/test_plan_measured.py compares the estimates with measured steps, losses and peaks.
+docs/concepts/planner.md lists the phases; tests/plan/test_plan_measured.py compares the estimates with measured rows.
 
 Sizes: m samples, L tokens of one, M micro-batches, R of them with cached activations, B global batch, D embedding
 width, W GPUs, T tensor-parallel ranks.
@@ -78,11 +71,6 @@ def phases_of(setting: Setting) -> list[Phase]:
 def step_seconds(setting: Setting) -> float:
     """Return the seconds per step."""
     return sum(phase.exposed for phase in phases_of(setting))
-
-
-def samples_per_second(setting: Setting) -> float:
-    """Return the samples/s of all GPUs together."""
-    return setting.global_batch / step_seconds(setting)
 
 
 # ---- towers ----

@@ -26,13 +26,12 @@ def run_benchmark(name: str, flags: list[str], folder) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("name", ["step", "peers_train"])
+@pytest.mark.parametrize("name", ["largest_batch", "peers_train"])
 def test_what_it_has_started_ends_with_it(tmp_path, name, number):
     """Forked from the process of tests/lib/ranks.py, which has imported torch."""
-    sweep, started = tmp_path / "one.txt", tmp_path / "started"
-    sweep.write_text("--batch-size 8\n")
+    started = tmp_path / "started"
     flags = {
-        "step": ["--sweep", str(sweep)],
+        "largest_batch": ["--batch-size", "8", "--at", "8"],
         "peers_train": ["--programs", "infcl", "--accum-freq", "1", "--blocks", "eager", "--device", "cpu"],
     }[name]
     context = multiprocessing.get_context("forkserver")

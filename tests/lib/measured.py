@@ -20,7 +20,7 @@ from infcl.plan.fit import Fit
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import Gpu, load_gpu
 from infcl.plan.setting import Setting, captions_of, parameter_counts
-from infcl.plan.timing import loss_seconds, samples_per_second, step_seconds
+from infcl.plan.timing import loss_seconds, step_seconds
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 from tests.lib.checkout import ROOT
 
@@ -109,7 +109,7 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
 def _steps(kind: str, rows: list[dict], gpu: Gpu, speed: float, memory: float | None) -> Iterator[Case]:
     for row in rows:
         setting, name = setting_of_row(row, gpu), f"{row['gpus']} GPUs, {row['label']}"
-        planned, measured = samples_per_second(setting), float(row["samples_per_second"])
+        planned, measured = setting.global_batch / step_seconds(setting), float(row["samples_per_second"])
         yield Case(f"{kind}: samples/s", name, planned, measured, speed)
         if memory is not None:
             peak = memory_of(setting)["peak"] / GIB

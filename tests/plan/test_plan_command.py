@@ -15,7 +15,7 @@ from infcl.plan.__main__ import main, setting_of
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import load_gpu, load_link
 from infcl.plan.setting import captions_of
-from infcl.plan.timing import samples_per_second
+from infcl.plan.timing import step_seconds
 
 GIB = 2**30
 
@@ -69,14 +69,14 @@ def test_as_many_graphs_as_fit_are_planned_where_that_is_asked_for(capsys):
 def test_packed_captions_are_planned_smaller_and_faster():
     flags = "--model ViT-B-32 --gpus 8 --batch-size 512 --accum-freq 8 --resident-micro-batches 1".split()
     whole, packed = (setting_of([*flags, *more])[0] for more in ([], ["--caption-tokens", "20"]))
-    assert 1.2 < samples_per_second(packed) / samples_per_second(whole) < 1.8  # the text is 40% of its operations
+    assert 1.2 < step_seconds(whole) / step_seconds(packed) < 1.8  # the text is 40% of its operations
     assert sum(memory_of(packed).values()) < sum(memory_of(whole).values())
     full, _ = setting_of([*flags, "--caption-tokens", "77"])
-    assert samples_per_second(full) == samples_per_second(whole)  # captions that fill their places gain nothing by it
+    assert step_seconds(full) == step_seconds(whole)  # captions that fill their places gain nothing by it
     assert sum(memory_of(full).values()) == sum(memory_of(whole).values())
     # and lose with torch's attention: longer rows, with a mask. Measured: 10 to 14% of a text tower
     full, whole = (setting.with_(attention="torch") for setting in (full, whole))
-    assert 0.9 < samples_per_second(full) / samples_per_second(whole) < 0.99
+    assert 0.9 < step_seconds(whole) / step_seconds(full) < 0.99
 
 
 def test_captions_that_training_does_not_pack_are_not_planned_packed():
