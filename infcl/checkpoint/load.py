@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from infcl.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, DamagedCheckpoint, Manifest, check, read_manifest
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.engine import Engine
 from infcl.engine.state import EMA
-from infcl.parallel import Parallel, from_first_rank
+from infcl.parallel import Parallel, from_first_rank, gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -174,10 +173,6 @@ def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, 
 
     This works without a process group.
 
-    Args:
-        run: run folder or checkpoint folder.
-        ema: return the averaged weights.
-
     Returns:
         {parameter name: full tensor}.
 
@@ -231,9 +226,7 @@ def _check_together(path: Path, parallel: Parallel) -> str | None:
         check(path, rank=parallel.rank, world_size=parallel.world_size)
     except DamagedCheckpoint as damage:
         problem = str(damage)
-    problems: list[str | None] = [None] * parallel.world_size
-    dist.all_gather_object(problems, problem)
-    return next((found for found in problems if found), None)
+    return next((found for found in gather_objects(problem) if found), None)
 
 
 def _tensors(path: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

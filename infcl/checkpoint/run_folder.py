@@ -33,7 +33,7 @@ from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
 from infcl.config.disk import write_atomic
 from infcl.config.json_file import read_record
 from infcl.data.tokenizer.open_clip import AnyTokenizer
-from infcl.parallel import Parallel, from_first_rank
+from infcl.parallel import Parallel, from_first_rank, gather_objects
 from infcl.parallel.host_info import git_commit, package_versions
 
 _FOLDERS = ("checkpoints", "export", "tensorboard")
@@ -89,11 +89,7 @@ class RunFolder:
         """Remove a run that is replaced and write the files that identify this run. Collective.
 
         Args:
-            config: flags of this run.
-            model_config_json: content of model_config.json.
-            parallel: this process's ranks and groups.
             begins_from: another run's checkpoint from which this run starts, or None.
-            tokenizer: the run's tokenizer, whose files are stored.
 
         Returns:
             The flags that differ from those of the unfinished run here, or of the run of `begins_from` (other_flags).
@@ -186,7 +182,6 @@ class RunFolder:
         """List the flags whose values differ between the run here and `config`.
 
         Args:
-            config: the flags of this start.
             dp_size: number of data-parallel ranks of this start. If given, accum_freq is compared as the number of
                 micro-batches per step, which follows from --global-batch-size and the ranks. If None, the flags are
                 compared.
@@ -224,8 +219,7 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 sees = file.read_bytes() == written
             time.sleep(0 if sees else 0.2)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (socket.gethostname(), sees))
+        everyone = gather_objects((socket.gethostname(), sees))
         if blind := dict.fromkeys(host for host, sees in everyone if not sees):
             raise ValueError(
                 f"{', '.join(blind)}: {self.root} is not the folder that {everyone[0][0]} writes to: --logs has to be "

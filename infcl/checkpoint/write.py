@@ -4,35 +4,28 @@
 copy to the disk. When the threads of all ranks have finished, `publish` writes the manifest and renames the
 checkpoint. Publishing is collective, so the caller makes the ranks agree on the step at which they publish.
 
-A checkpoint is written under a temporary name, flushed to the disk with its folder, and renamed when complete. The
-rename is flushed before `latest` changes and older checkpoints are removed. A crash in between keeps the previous
-checkpoint intact. It leaves a partial folder, which the next checkpoint removes.
-
-    full disk       the failed checkpoint is reported and removed, and training continues; after too many failures in
-                    a row the trainer stops the run
-    disk unmounted  nothing is written to the empty mount point, since `checkpoints` is created once, at the start
-    disk is slow    training waits, at most until the time limit of a collective (--dist-timeout)
+A checkpoint is written under a temporary name, flushed with its folder, and renamed when complete. The rename is
+flushed before `latest` changes and older checkpoints are removed, so a crash in between keeps the previous checkpoint.
+`checkpoints` is created once, at the start, so that nothing is written to the empty mount point of a lost disk.
 """
 
 import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from infcl.checkpoint.load import checkpoint_step, complete_checkpoints
 from infcl.checkpoint.manifest import FORMAT, MANIFEST, sealed
 from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, why_not_written
-from infcl.config.disk import sync_folder, write_atomic
+from infcl.config.disk import save_tensors, sync_folder, write_atomic
 from infcl.engine.engine import Engine
-from infcl.parallel import Parallel, from_first_rank, rank_and_host
+from infcl.parallel import Parallel, from_first_rank, gather_objects, rank_and_host
 
 log = logging.getLogger(__name__)
 PARTIAL = ".partial"  # suffix of a checkpoint that is being written or removed
@@ -93,7 +86,6 @@ class CheckpointWriter:
         """Begin to write checkpoints/step_<step>, after publishing an earlier one. Collective.
 
         Args:
-            step: the trainer's step, for the folder's name.
             state: the trainer's state (step, data position, ...), serializable as JSON.
             prunes: remove older checkpoints when this one is written.
 
@@ -136,8 +128,7 @@ class CheckpointWriter:
             written = writing.result()
         else:  # of any kind: the other ranks wait for the answer
             problem = f"{rank_and_host(self.parallel)}: {why_not_written(error)}"
-        answers: list = [None] * self.parallel.world_size
-        dist.all_gather_object(answers, (_file_name(self.parallel.rank), written, problem))
+        answers = gather_objects((_file_name(self.parallel.rank), written, problem))
         found = [answer[2] for answer in answers if answer[2]]
         problems = f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else "".join(found)
         manifest = self._manifest | {"files": {name: written for name, written, _ in answers}}
@@ -239,15 +230,6 @@ def _own_tensors(engine: Engine, parallel: Parallel) -> dict[str, torch.Tensor]:
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict:
-    """Write and flush a file; return {"bytes": n, "sha256": hex}. Raise OSError if the write fails."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:  # its own type for a failed write, with the system's error in the text
-        number = re.search(r"os error (\d+)", str(error))
-        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    """Write a file; return {"bytes": n, "sha256": hex}. Raises OSError."""
+    save_tensors(path, tensors, metadata)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -87,7 +87,6 @@ def problems(hosts: dict[str, int], reports: dict[str, dict]) -> list[str]:
     """Return one line per problem.
 
     Args:
-        hosts: {host: slots}.
         reports: {host: the return value of `fetch`}.
     """
     lines = [f"{host}: {report['error']}" for host, report in reports.items() if "error" in report]

@@ -1,13 +1,7 @@
 """The hostfile: one "worker-1 slots=8" per line, '#' begins a comment. Parsed strictly, before ssh is used.
 
-    python -m infcl.cluster.hostfile check HOSTS                        report an invalid line with its number
-    python -m infcl.cluster.hostfile alive HOSTS --min-hosts 3 [--global-batch-size N]
-                                                                        print the hostfile of the hosts that answer
-    python -m infcl.cluster.hostfile counts HOSTS --min-hosts 3 [--global-batch-size N]
-                                                                        print with how many nodes a run can continue
-
-`alive` drops the hosts that ssh does not reach. With a global batch size, it then keeps as many of the first ones as
-divide it, so that the run can continue with the same global batch.
+`python -m infcl.cluster.hostfile check|alive|counts HOSTS` reports an invalid line, prints the hosts that ssh reaches
+(with a global batch size, as many of the first ones as divide it), or prints with how many nodes a run can continue.
 """
 
 import argparse
@@ -92,9 +86,6 @@ def choose_alive(hosts: dict[str, int], alive: set[str], *, min_hosts: int, glob
     """Choose the nodes to continue with: as many of the first reachable ones as divide the global batch.
 
     Args:
-        hosts: {host: slots}.
-        alive: names of the hosts that answer.
-        min_hosts: fewest hosts to continue with.
         global_batch_size: None accepts any number of ranks.
 
     Returns:

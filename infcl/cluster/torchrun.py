@@ -1,12 +1,8 @@
 """torchrun with the exit code of the first rank that fails: python -m infcl.cluster.torchrun TORCHRUN'S ARGUMENTS
 
-It starts one rank per visible GPU, or one on a CPU, unless --nproc-per-node is given. torchrun itself always exits
-with 1 if a rank fails. A script that restarts runs must distinguish a usage error (2) and a diverged run (65) from
-other failures, so launch/torchrun.sh starts this module. Ranks that torchrun stops after the first failure are ignored.
-If a signal ends a rank or torchrun, the exit code is 128 + the signal's number, as in a shell.
-
-A scheduler sends SIGUSR1 before the run's time limit. The signal is forwarded to the ranks: by default it would end
-torchrun and leave the ranks running. After a signal, ranks have five minutes instead of 30 s to finish their step and
+torchrun itself always exits with 1 if a rank fails, but a script that restarts runs must distinguish a usage error (2)
+and a diverged run (65) from other failures. If a signal ends a rank or torchrun, the exit code is 128 + the signal's
+number, as in a shell. A scheduler's SIGUSR1 is forwarded to the ranks, which then have five minutes instead of 30 s to
 write a checkpoint (if torch supports TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
 """
 

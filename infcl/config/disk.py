@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -22,6 +24,20 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
     sync_folder(path.parent)
+
+
+def save_tensors(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Write a safetensors file and flush it to the disk. Raises OSError if the write fails."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # its own type for a failed write, with the system's error in the text
+        number = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -18,7 +18,6 @@ def read_record(path: Path, kind: type[Record], *, extra: Extra = "allow") -> Re
     """Read a JSON file as a record.
 
     Args:
-        path: the file.
         kind: type of the record, such as dict for any object.
         extra: whether a key that the record lacks is kept (where it can be), left out, or an error.
 

@@ -70,11 +70,6 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     An `overlap_comm` of "auto" becomes true across nodes and in stage 3. Within a node the overlap of stages 1 and 2
     costs more than it saves (docs/benchmarks/step.md).
 
-    Args:
-        config: the flags.
-        device_type: "cuda" or "cpu".
-        hosts: nodes of the run.
-
     Returns:
         The preset and the precision.
 
@@ -209,10 +204,6 @@ def deepspeed_config(
     """Return DeepSpeed's config: the preset with the settings that flags own.
 
     Args:
-        preset: from `read_preset`.
-        precision: of parameters and matmuls.
-        batch: batch sizes of a step.
-        grad_clip_norm: largest gradient norm; None: no clipping.
         leaves: full names of module classes that stage 3 gathers as a unit, unless the preset lists its own.
     """
     merged = preset | {

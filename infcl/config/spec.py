@@ -78,10 +78,6 @@ def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, 
     """Resolve the flags for these ranks. Reads the preset's file.
 
     Args:
-        flags: as parsed.
-        device: "cuda" or "cpu".
-        ranks: data-parallel ranks.
-        hosts: nodes of the run.
         unpackable: why this model's captions cannot be packed; "" if they can.
 
     Raises:

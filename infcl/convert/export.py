@@ -1,17 +1,10 @@
 """Export of a trained model to a folder: for open_clip, for transformers, or plain. It needs no GPU.
 
     --format open_clip   for open_clip's `local-dir:`, Hugging Face's AutoTokenizer, and `load_exported`
-        open_clip_model.safetensors   fp32 weights, logit_scale 0-dim as open_clip has it
-        open_clip_config.json         {"model_cfg": ..., "preprocess_cfg": ...}
-        tokenizer.json, tokenizer_config.json, spiece.model: those that the tokenizer has
     --format hf          for transformers' CLIPModel, AutoTokenizer and CLIPImageProcessor (loading: tested with 5.23)
-        config.json, model.safetensors   CLIPModel's names and shapes (infcl/convert/hf_clip.py), fp32
-        tokenizer.json, tokenizer_config.json, spiece.model   takes raw text, which it cleans as training does
-        preprocessor_config.json         shortest side to S (bicubic), centre crop, CLIP's mean and std
-    --format safetensors model.safetensors, model_config.json, tokenizer.model or tokenizer/: as in a run
+    --format safetensors model.safetensors, model_config.json, and the tokenizer's files as in a run
 
-Each folder has a model card, README.md. `python -m infcl.convert export RUN` exports a run's last checkpoint, of any
-ZeRO stage.
+Weights are FP32. Each folder has a model card, README.md.
 """
 
 import json
@@ -21,6 +14,7 @@ from typing import Any
 
 import torch
 
+from infcl.config.disk import save_tensors
 from infcl.convert.export_tokenizer import export_tokenizer, read_model
 from infcl.convert.hf_clip import hf_config, to_hf
 from infcl.convert.import_weights import SCALARS, model_with, read_weights
@@ -49,10 +43,7 @@ def export_model(
 
     Args:
         state_dict: full state dict of the model (not a shard), of any floating dtype; written as fp32.
-        cfg: the model's config.
         tokenizer: the model's tokenizer, or a sentencepiece file. None: CLIP's own for 49,408 ids, else none.
-        out_dir: folder to write.
-        format: one of FORMATS.
         name: title of the card, and text_cfg.hf_tokenizer_name, which open_clip requires.
         card: summary.json of a run, the card's source for training and evaluation.
 
@@ -176,17 +167,11 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _write_weights(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write the weights as fp32 safetensors, with 0-dim SCALARS; raise OSError if the write fails."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     weights = {
         name: (value.reshape(()) if name in SCALARS else value).detach().to("cpu", torch.float32).contiguous()
         for name, value in state_dict.items()
     }
     path.touch()  # with the modes of new files; safetensors makes the file readable only for its owner
     mode = path.stat().st_mode
-    try:
-        save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # safetensors' own type for a failed write
-        raise OSError(str(error)) from error
+    save_tensors(path, weights, {"format": "pt"})
     path.chmod(mode)

@@ -41,9 +41,7 @@ def export_tokenizer(source: TokenizerSource, out: Path, context_length: int, *,
     """Write the files of a tokenizer into an exported folder: tokenizer.json, tokenizer_config.json and others.
 
     Args:
-        source: the tokenizer.
         out: folder to write into; it is made once the tokenizer is ready.
-        context_length: the model's.
         takes_raw_text: the files clean captions as training does. Where that removes punctuation, they also read
             "</s>" and the like as text, since they would end the caption. False: the caller cleans captions, and has
             CLIP's own tokenizer.

@@ -125,7 +125,6 @@ def load_pretrained(
     """Load pretrained weights into a model: first the full model, then single towers.
 
     Args:
-        model: the model.
         whole, image, text: sources of all weights and of each tower's, paths or "open_clip:TAG"; None to skip.
         name: the model's name, with which open_clip looks up a tag.
 

@@ -41,9 +41,6 @@ def write_card(
 
     Args:
         folder: the exported folder, in `format` (export.FORMATS).
-        cfg: the model's config.
-        name: title of the card.
-        tokenizer: the model's tokenizer, if it is known.
         card: summary.json of the run, or {}.
     """
     flags = RunFolder(Path(card["paths"]["run"])).flags() if "paths" in card else {}

@@ -33,8 +33,6 @@ def decode_captions(
     """Decode the captions of a record: its text member, or the texts in the json member.
 
     Args:
-        record: the undecoded sample.
-        keys: where its captions are.
         random: float64 [json keys] in [0, 1), needed if `keys` has json_probs.
         max_bytes: a caption is cut after these.
         lines: each valid line of a text member is a caption (--captions lines).

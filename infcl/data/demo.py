@@ -1,19 +1,13 @@
 """The built-in demo data set: handwritten digits and rendered scenes, written as webdataset shards from a seed.
 
-    python -m infcl.data.demo --out DIR [--num-train N]
+    DIR/train/*.tar, val/*.tar   image-text pairs; 40% digits and 60% scenes, and held-out scenes with unique captions
+    DIR/zeroshot/*.tar           held-out digits; the json member holds {"label": 0..9}
+    DIR/demo.json                the parameters; written last, so its folder is complete
 
-    DIR/train/00000.tar ... 00007.tar   16,384 image-text pairs in shards of unequal size; 40% digits, 60% scenes
-    DIR/val/00000.tar, 00001.tar        1,024 held-out scenes with unique captions, for retrieval
-    DIR/zeroshot/00000.tar              400 held-out digits; the json member holds {"label": 0..9}
-    DIR/zeroshot/classnames.txt         one class per line; templates.txt: one prompt per line, {} is the class
-    DIR/tokenizer.model                 sentencepiece model, trained on the training captions
-    DIR/demo.json                       the parameters; written last, so its folder is complete
-
-Members are png + txt + json under a nine-digit key, as img2dataset writes them. The same parameters give the same
-bytes: numpy draws the images with elementwise IEEE arithmetic alone. A digit image shows one digit in one of four
-corners, white on black or black on white. The same 40 bitmaps of each class are held out for every seed. A scene shows
-two coloured shapes in a spatial relation. Held-out compositions never occur in training. No two held-out scenes have
-the same pair of objects on the same background, so retrieval does not depend on the spatial relation.
+The same parameters give the same bytes: numpy draws the images with elementwise IEEE arithmetic alone. A digit image
+shows one digit in one of four corners; the same 40 bitmaps of each class are held out for every seed. A scene shows two
+coloured shapes in a spatial relation. No two held-out scenes have the same pair of objects on the same background, so
+retrieval does not depend on the spatial relation.
 
 The digits are the 1,797 bitmaps of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI
 Machine Learning Repository, doi.org/10.24432/C50P49), the copy that scikit-learn ships, licensed CC BY 4.0.

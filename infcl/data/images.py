@@ -74,8 +74,6 @@ def decode_image(
     """Decode the bytes of an image file to RGB, uint8 [H, W, 3].
 
     Args:
-        data: the bytes of the file.
-        limits: which images are rejected by their header.
         shrink: (height, width) -> 1, 2, 4 or 8. A JPEG is decoded at 1 / that factor of its size, which is faster.
 
     Raises:

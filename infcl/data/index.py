@@ -77,7 +77,6 @@ class Shard(NamedTuple):
 
     Attributes:
         path, index_path: the tar and its sidecar.
-        samples: number of samples in the index.
         file_bytes, version: of the tar when it was read (storage.py); the index is stale if they change.
         rejected: cause -> number of samples left out.
         damage: description of the tar's damage, or None.
@@ -121,7 +120,6 @@ def find_samples(
 
     Args:
         pread: (size, offset) -> bytes of the tar.
-        path: path or url of the tar, for messages.
 
     Returns:
         Key of the sample -> offsets and lengths of its members, see COLUMNS, in the order of the tar;

@@ -38,8 +38,6 @@ def pack(
     Args:
         source: a folder, a .csv or .tsv, or a .jsonl.
         folder: the folder to write; it must not contain shards.
-        per_shard: samples per shard.
-        columns: format of a .csv or .tsv.
 
     Returns:
         The samples of each shard, and cause -> number of the samples that are left out.
@@ -75,7 +73,6 @@ def write_shard(path: str | os.PathLike, samples: Iterable[Mapping[str, bytes]])
     The keys are the tar's name and a number, as img2dataset's. Nothing depends on the time or the user.
 
     Args:
-        path: the tar to write.
         samples: extension -> content of each member of a sample, such as {"png": ..., "txt": ..., "json": ...}.
 
     Returns:

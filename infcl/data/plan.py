@@ -30,8 +30,6 @@ class Share:
     With tensor parallelism, `parts` processes form one such rank. Each reads m / parts samples of every micro-batch.
 
     Args:
-        batch: batch sizes of a step.
-        rank: the data-parallel rank.
         part, parts: index of this process in its rank, and the number of processes per rank.
         node_readers: processes on this node, which share its memory.
     """

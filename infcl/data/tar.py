@@ -18,8 +18,6 @@ def tar_members(
     """Yield (name, data offset, size) of each complete regular member.
 
     Args:
-        pread: (size, offset) -> bytes.
-        file_bytes: size of the tar.
         damage: descriptions of all damage are appended to this list.
     """
     position, long_name, long_size, after_damage = 0, None, None, False

@@ -37,8 +37,6 @@ class TrainTransform:
         ratio: range of the crop's aspect ratio, width / height.
         hflip: probability of a horizontal flip; 0 by default, since captions mention left and right.
         color_jitter: (brightness, contrast, saturation, hue), as in open_clip; a missing hue is 0.
-        color_jitter_prob: probability of the colour jitter.
-        gray_scale_prob: probability of greyscale.
         scaled_decode: decode JPEGs at 1/2, 1/4 or 1/8 of their size if the crop keeps at least 1.5 S pixels per side.
             It is faster for sources above 800 pixels at S = 224, but the pixels differ (about 37 dB).
 

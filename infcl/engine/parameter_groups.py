@@ -44,7 +44,6 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
 
     Args:
         model: the model, or this rank's part of it.
-        config: flags of the run.
         peak: the largest learning rate of the schedule; --wd-mode schedule divides by it.
 
     Returns:

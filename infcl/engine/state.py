@@ -36,8 +36,6 @@ class Piece:
     """This rank's slice of a parameter. All ranks list the same parameters per tensor, in the same order.
 
     Attributes:
-        name: the parameter's name.
-        shape: the parameter's full shape.
         tensor: the tensor that the optimizer updates.
         offset: index of the slice in the flattened `tensor`.
         start: index of the slice in the flattened parameter.
@@ -71,7 +69,6 @@ class ZeroState:
 
     Args:
         engine: a DeepSpeedEngine with an optimizer of infcl.engine.parameter_groups.
-        stage: its ZeRO stage.
 
     Attributes:
         ema_decay: decay of the weights' moving average; None if there is no average.
@@ -138,7 +135,6 @@ class ZeroState:
         """Return a full FP32 master weight or state. Collective.
 
         Args:
-            parameter: a parameter of the model.
             key: one of `keys`, or None for the weight.
 
         Returns:

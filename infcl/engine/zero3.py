@@ -1,17 +1,15 @@
 """Workarounds for DeepSpeed's ZeRO-3 with a gradient cache: gather parameters once per step, and reduce full buckets.
 
-Gather. DeepSpeed releases a block's parameters after each pass that does not use them again soon. A gradient cache
-makes 2M passes over M micro-batches. So DeepSpeed gathers them 2M times per step, and the host counts parameters before
-and after each module. But the parameters do not change before the update. Models with at most
-`stage3_max_reuse_distance` and `stage3_max_live_parameters` parameters keep what the first forward of a step gathered
-until the update or an evaluation. After that forward the hooks do nothing for gathered modules. DeepSpeed handles
-larger models, and offloaded parameters, as without the patch. The first forward runs DeepSpeed's hooks in every module,
-so that the trace for prefetching remains that of a forward.
+Gather. DeepSpeed gathers a block's parameters in each of the 2M passes over M micro-batches, but they do not change
+before the update. Models with at most `stage3_max_reuse_distance` and `stage3_max_live_parameters` parameters keep what
+the first forward of a step gathered until the update or an evaluation; the hooks then do nothing for gathered modules.
+The first forward runs DeepSpeed's hooks in every module, so that the trace for prefetching remains that of a forward.
+Larger models, and offloaded parameters, are handled as without the patch.
 
 Reduce. DeepSpeed copies each gradient into a bucket, splits the bucket, and adds each rank's part to its sums one
-parameter at a time. After every backward the host waits for the GPU. This takes about twenty launches per parameter and
-micro-batch (docs/concepts/engine.md). Here a bucket takes a few launches, plus one per parameter whose size is not a
-multiple of the ranks. The host waits once per step. The sums, their layout and their rounding are DeepSpeed's:
+parameter at a time: about twenty launches per parameter and micro-batch, and the host waits after every backward
+(docs/concepts/engine.md). Here a bucket takes a few launches, and the host waits once per step. The sums, their layout
+and their rounding are DeepSpeed's:
 
     gradients [n] of a bucket -> [ranks, n / ranks], side by side -> / ranks -> reduce-scatter -> += float32 sums
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infcl.parallel import gather_objects
+
 _SHARED_ROWS = 16384  # features that `share_equal` exchanges at once
 
 
@@ -19,7 +21,6 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
     """Yield (batch, is_real) until every rank is out of batches. Collective: one all-reduce of two numbers per batch.
 
     Args:
-        batches: the batches of this rank.
         filler: a batch for ranks that have none left. It is yielded with is_real False.
 
     Raises:
@@ -36,9 +37,7 @@ def in_step(batches: Iterable, filler, group: dist.ProcessGroup, device: torch.d
         dist.all_reduce(news, op=dist.ReduceOp.MAX, group=group)
         someone_has_one, someone_has_a_problem = news.tolist()
         if someone_has_a_problem:
-            problems: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(problems, problem, group=group)
-            raise ValueError(next(p for p in problems if p is not None))
+            raise ValueError(next(p for p in gather_objects(problem, group) if p is not None))
         if not someone_has_one:
             return
         yield (filler, False) if batch is None else (batch, True)

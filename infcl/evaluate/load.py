@@ -34,7 +34,6 @@ def load_model(
         checkpoint: run, checkpoint, export, open_clip or CLIPModel folder, or a weights file.
         model: config of a bare weights file.
         tokenizer: see `find_tokenizer`; by default the one that is recorded with the weights.
-        ema: load a run's averaged weights.
 
     Returns:
         The model, and the tokenizer: n texts -> int64 [n, L].

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from infcl.config.words import printable
 from infcl.data.evaluation import EvalConfig, EvalSample, EvalSamples, class_names, eval_source
@@ -24,7 +23,7 @@ from infcl.evaluate.load import Tokenize
 from infcl.evaluate.retrieval import encode_pairs, retrieval_metrics
 from infcl.evaluate.validation import ValidationLoss, validation_loss
 from infcl.evaluate.zero_shot import build_classifiers, evaluate_zero_shot, read_classes, read_templates
-from infcl.parallel import Parallel, from_first_rank
+from infcl.parallel import Parallel, from_first_rank, gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ class Task(ABC):
     """An evaluation of the samples of a set.
 
     Args:
-        config: the set.
         tokenizer: n texts -> int64 [n, L].
         batch_size: images per rank and forward.
         widths: also report the metrics of embeddings of these widths: a prefix of the features, normalised.
@@ -95,7 +93,6 @@ class Task(ABC):
 
         Args:
             encode: (images on the device or None, texts on the host or None) -> features dict, through the engine.
-            parallel: the ranks.
             scalar_values: maps the scalars that `encode` returned to the engine's exact ones.
         """
         samples = self.source(rank=parallel.dp_rank, world_size=parallel.dp_size)
@@ -103,9 +100,7 @@ class Task(ABC):
         usable = self._usable(samples)
         batches = map(self.collate, iter(lambda: list(islice(usable, self.batch_size)), []))
         metrics = self.metrics(encode, batches, scalar_values, **where)
-        everyone: list[Counter[str]] = [Counter()] * parallel.dp_size
-        dist.all_gather_object(everyone, samples.skipped, group=parallel.dp_group)
-        skipped = sum(everyone, Counter())
+        skipped = sum(gather_objects(samples.skipped, parallel.dp_group), Counter[str]())
         causes = {f"num_skipped_{cause}": count for cause, count in sorted(skipped.items()) if count}
         return metrics | {"num_skipped": skipped.total()} | causes
 
@@ -125,7 +120,6 @@ class RetrievalTask(Task):
 
     Args:
         loss: also report val_loss, computed from the same features.
-        common: arguments of Task.
     """
 
     missing, skipped_as = "with a caption", "no_caption"
@@ -160,7 +154,6 @@ class ZeroShotTask(Task):
         classnames, templates: text files or "imagenet"; by default classnames.txt and templates.txt in the data's
             folder. Without these files, class folders use their names and "a photo of a {}".
         classes: file of the competing classes, for sets that have only some (see infcl.evaluate.zero_shot).
-        common: arguments of Task.
     """
 
     missing, skipped_as = "of a class", "other_class"

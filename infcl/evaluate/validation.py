@@ -36,8 +36,6 @@ def validation_loss(
 
     Args:
         features: this rank's encoded samples.
-        plan: the loss and the batch size per rank.
-        group: ranks that share the global batch.
         scalars: logit_scale (log-space), logit_bias; f32 [1].
 
     Returns:

@@ -1,16 +1,8 @@
 """Zero-shot classification: class names and prompts -> a [K, D] classifier -> accuracy over all ranks' images.
 
 A class embedding is the normalised mean of its prompts' unit-norm features (Radford et al. 2021). Prompts and images
-are distributed over the ranks, which exchange only the [K, D] sum and three counts.
-
-classnames file   one class per line: its name, or `LABEL<TAB>name` where LABEL is the label in the data (a folder name
-                  such as n01440764). The class index is the line number, from 0.
-                  `imagenet` instead of a path selects ImageNet's 1000 classes in the order of their sorted folders.
-templates file    one prompt per line, with {} (or {c}, as in CLIP-benchmark) in place of the class name. `imagenet`
-                  instead of a path selects the 80 prompts of CLIP's authors.
-classes file      for sets that have only some of the classes (ImageNet-A, -R, -O, ObjectNet). One line per evaluated
-                  label: `INDEX`, `LABEL`, or `LABEL<TAB>INDEX[,INDEX...]` if several classes are correct.
-                  Only the classes in this file compete. Samples with other labels are skipped and counted.
+are distributed over the ranks, which exchange only the [K, D] sum and three counts. docs/howto/evaluate.md has the
+formats of the files of class names, prompts and competing classes.
 """
 
 import json
@@ -48,7 +40,6 @@ def read_classes(
 
     Args:
         classnames: file of names, or "imagenet". None: each folder is a class; its name with spaces for underscores.
-        subset: classes file.
         folders: all labels of a class-folder data set, for files that have no labels.
 
     Raises:
@@ -109,7 +100,6 @@ def build_classifiers(
         tokenize: texts -> tokens [n, L].
         classnames: K names.
         templates: prompts with {} for the class name.
-        group, device: ranks that share the prompts, and this rank's device.
         batch_size: prompts per forward.
         widths: also of prefixes of the features of these widths.
 
@@ -152,7 +142,6 @@ def evaluate_zero_shot(
         filler: a batch for ranks that run out early.
         classifiers: f32 [K, D], unit norm; further ones [K, w] classify prefixes of width w.
         right: bool [labels, K], the correct classes of each label.
-        group, device: ranks that share the images, and this rank's device.
 
     Returns:
         top1, top5 (shares) and num_samples; width_W_top1, width_W_top5 of further classifiers.

@@ -31,7 +31,6 @@ def dense_loss(
 
     Args:
         image_features, text_features, logit_scale, group: as in `inf_cl_loss`.
-        impl: "clip", "open_clip" or "disco".
         options: only compare_ranks is used.
 
     Returns:

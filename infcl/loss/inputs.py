@@ -134,10 +134,7 @@ def set_up(
     """Check a call on all ranks.
 
     Args:
-        name: name of the loss, for messages.
         rows, columns: features of this rank, [r, D] and [c, D].
-        group: process group of the ring, or None.
-        options: of the loss.
         sizes: names of r and c; r and c must be equal if the names are.
         ids, ids_name: int64 [c] or None, see loss/duplicates; and the argument's name.
         duplicates: role of entries with an equal id.

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from infcl.parallel import gather_objects
+
 RINGS = ("auto", "flat", "two-level")
 
 
@@ -89,8 +91,7 @@ def _require_one_name(group: dist.ProcessGroup) -> None:
     If only part of WORLD creates a group, PyTorch derives its name from its ranks and from that number. Ranks with
     different names would wait for each other until the group's timeout.
     """
-    counts: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    counts = gather_objects(len(dist.distributed_c10d._world.pg_names), group)
     if len(set(counts)) > 1:
         raise RuntimeError(
             f"a two-level ring needs a second group of its ranks, each in as many groups: they are in {counts}. Make "

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from infcl.models.clip import CLIP
 from infcl.models.config import kept_patches
-from infcl.models.packing import caption_spans
 from infcl.models.transformer import Transformer
 from infcl.models.transformer import attend as attend_by_torch
 
@@ -56,7 +55,7 @@ def choose_attention(model: nn.Module, attention: str, device: torch.device, dty
     if attention == "triton" and all(reasons.values()):
         raise ValueError("--attention triton: " + "; ".join(f"{name} tower: {why}" for name, why in reasons.items()))
     if not reasons["text"]:
-        model.caption_positions = caption_spans
+        model.attends_spans = True
 
 
 def towers_with_kernel(model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infcl.models.config import TextConfig
-from infcl.models.packing import caption_positions, check_length, pooled_positions
+from infcl.models.packing import caption_positions, caption_spans, check_length, pooled_positions
 from infcl.models.transformer import LayerNorm, Transformer
 
 
@@ -45,7 +45,7 @@ class TextTower(nn.Module):
         )
         self.ln_final = LayerNorm(cfg.width)
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))
-        self.caption_positions = caption_positions  # or packing.caption_spans, for attention that takes spans
+        self.attends_spans = False  # whether the attention takes spans of packed captions instead of a mask
 
     def encode_text(self, texts: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Encode texts. Under ZeRO-3 only forward may call this.
@@ -66,7 +66,7 @@ class TextTower(nn.Module):
 
     def _encode_packed(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Encode packed rows int64 [r, R] with ends [m] to [m, D]."""
-        positions, seen = self.caption_positions(rows, ends)
+        positions, seen = (caption_spans if self.attends_spans else caption_positions)(rows, ends)
         positions = positions.clamp(max=self.context_length - 1)  # the remainder of a row may be longer
         table = self.positional_embedding
         summed = torch.promote_types(table.dtype, torch.float32)  # a position's gradient sums over all captions

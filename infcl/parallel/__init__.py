@@ -3,6 +3,7 @@
 from infcl.parallel.collectives import (
     all_gather,
     from_first_rank,
+    gather_objects,
     join_parts,
     max_over,
     mean_over,
@@ -29,6 +30,7 @@ __all__ = [
     "describe_ranks",
     "destroy_parallel",
     "from_first_rank",
+    "gather_objects",
     "init_parallel",
     "join_parts",
     "max_over",

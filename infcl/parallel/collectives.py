@@ -17,6 +17,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 _Answer = TypeVar("_Answer")
 
 
+def gather_objects(own: _Answer, group: dist.ProcessGroup | None = None) -> list[_Answer]:
+    """Return the objects of all ranks of `group` (None: all), in their order. They are pickled. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
 def from_first_rank(own: Callable[[], _Answer]) -> _Answer:
     """Call `own` on rank 0 and return its result on every rank. Collective.
 
@@ -46,8 +53,7 @@ def on_every_rank(own: Callable[[], _Answer]) -> _Answer:
         result = own()
     except ValueError as raised:  # the other ranks wait for the gather
         error = raised
-    errors: list[tuple[str, str | None]] = [("", None)] * dist.get_world_size()
-    dist.all_gather_object(errors, (socket.gethostname(), None if error is None else str(error)))
+    errors = gather_objects((socket.gethostname(), None if error is None else str(error)))
     if errors[0][1] is not None:
         raise ValueError(errors[0][1]) from error
     for rank, (host, text) in enumerate(errors):
@@ -115,5 +121,5 @@ def require_equal(
         if len(set(per_rank)) > 1:
             wanted = name if isinstance(values[name], bool | torch.dtype) else f"number of {name}"
             if isinstance(values[name], torch.dtype):
-                dist.all_gather_object(per_rank, str(values[name]), group=group)
+                per_rank = gather_objects(str(values[name]), group)
             raise ValueError(f"{what} needs the same {wanted} on every rank; ranks 0.. have {per_rank}")

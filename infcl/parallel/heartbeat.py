@@ -32,8 +32,6 @@ class Heartbeat:
 
     Args:
         store: the run's store, served by rank 0.
-        nodes: all nodes.
-        rank: rank of this process.
         timeout: seconds without a heartbeat after which a node counts as lost.
         exit: function that ends the process; called with HOST_LOST.
     """

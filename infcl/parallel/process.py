@@ -27,8 +27,6 @@ def report_mistake(program: str, error: Exception, *, everywhere: bool = False) 
     then has an error of its own node, and prints it. The first rank of each node prints before the node's others.
 
     Args:
-        program: prefix of the line.
-        error: the error.
         everywhere: whether all ranks have this error, so that rank 0 alone prints it.
     """
     rank, _, local_rank = read_environment()

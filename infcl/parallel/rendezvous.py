@@ -45,9 +45,6 @@ def open_store(rank: int, world_size: int, *, timeout: timedelta, run: str = "")
     """Return the store at MASTER_ADDR:MASTER_PORT. Rank 0 serves it unless torchrun serves it already.
 
     Args:
-        rank: rank of this process.
-        world_size: number of ranks.
-        timeout: limit of waits in the store.
         run: identifier that all ranks of this run have in common and other runs rarely have.
 
     Raises:
@@ -112,11 +109,6 @@ def join_all(
     """Wait until every rank has joined, and compare the nodes. Collective.
 
     Args:
-        store: the run's store.
-        rank: rank of this process.
-        local_rank: its rank on this node.
-        world_size: number of ranks.
-        timeout: limit of the wait.
         settings: {name: value} that must be equal on all nodes; those of each node's first rank are compared.
         gpu: UUID of this rank's GPU, which no other rank of the node may have; None on CPUs.
 

@@ -152,12 +152,9 @@ def loss_bytes(
     of both directions in FP32, DisCo-CLIP those of one direction at a time.
 
     Args:
-        name: the loss.
         rows: samples per rank, b.
-        ranks: ranks of the loss.
         width: embedding width, D.
         feature_bytes: bytes per number of the features that the tile multiplies.
-        two_level: whether the ring has two levels.
     """
     block = rows * width * 4
     matrix = {"clip": 16 * ranks * rows * rows * ranks, "open_clip": 16 * rows * rows * ranks}

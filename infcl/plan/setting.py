@@ -179,7 +179,6 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
     """Return a Setting's `model` and `caption_row`. Packed captions count as shorter ones that attend within rows.
 
     Args:
-        model: the model's config.
         tokens: tokens per caption on average; None for padded captions.
 
     Raises:
@@ -212,8 +211,6 @@ def setting_of_run(
     """Return the setting of a run, for its memory. With --resident-micro-batches auto, one micro-batch counts.
 
     Args:
-        spec: the run.
-        cfg: config of its model.
         counts: (parameters, trainable parameters) of the full model's parts, as `parameter_counts` returns them.
         ranks_of_host: ranks per node; None for a single node.
     """

@@ -34,7 +34,7 @@ from infcl.models.clip import build_towers
 from infcl.models.config import ModelConfig, load_any_config
 from infcl.models.open_clip_config import hugging_face_config
 from infcl.models.packing import why_unpackable
-from infcl.parallel import Parallel, init_parallel, ranks_of_host
+from infcl.parallel import Parallel, gather_objects, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
 
 MOST_WORKERS = 8
@@ -257,8 +257,7 @@ def _index_shards(data: DataConfig, parallel: Parallel) -> dict[str, Shard]:
         paths = expand_shards(data.urls)
         return index_shards(paths[parallel.local_rank :: ranks_of_host(parallel)], data.keys, data.index_cache)
 
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), on_every_rank(own)))
+    everyone = gather_objects((socket.gethostname(), on_every_rank(own)))
     return {path: shard for host, part in everyone if host == socket.gethostname() for path, shard in part.items()}
 
 
@@ -273,9 +272,7 @@ def build_schedule(spec: RunSpec, loader: StepLoader) -> Schedule:
 
 def _require_same_data(loader: TrainLoader) -> None:
     """Raise ValueError on all ranks if one has other data (missing shards, its own copy) than rank 0. Collective."""
-    own = socket.gethostname(), {"samples": loader.num_samples} | loader.state_dict()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = gather_objects((socket.gethostname(), {"samples": loader.num_samples} | loader.state_dict()))
     first_host, first = everyone[0]
     for rank, (host, theirs) in enumerate(everyone):
         if different := [f"{k} {v!r} there, {first[k]!r} here" for k, v in theirs.items() if v != first[k]]:

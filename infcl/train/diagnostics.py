@@ -162,8 +162,6 @@ def model_flops(cfg: ModelConfig, trained: Mapping[str, float] = WHOLE, text_sha
     It excludes the gradient cache's second encoding, activation checkpointing's recomputation and the loss.
 
     Args:
-        cfg: the model.
-        trained: see `trained_shares`.
         text_share: share of token positions that are computed; packed captions have no padding.
     """
     flops = forward_flops(cfg)

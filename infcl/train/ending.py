@@ -45,7 +45,6 @@ def run(program: str, build: Callable[[], Trainer | NothingToTrain], *, debug: b
     """Build a trainer, fit it and print its summary; return the exit code.
 
     Args:
-        program: prefix of error messages.
         build: returns the trainer. Its ValueErrors are usage errors.
         debug: show the tracebacks of usage errors.
 

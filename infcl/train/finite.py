@@ -13,10 +13,9 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from infcl.engine.engine import Engine
-from infcl.parallel import Parallel, join_parts
+from infcl.parallel import Parallel, gather_objects, join_parts
 from infcl.train.observers import Step
 from infcl.train.saves import Saves
 
@@ -84,9 +83,8 @@ class Skips:
 
     def _explain(self, step: Step) -> str:
         """Return which rank, tower and micro-batch is not finite; the same text on every rank."""
-        gathered: list[list[str]] = [[]] * self.parallel.world_size
-        dist.all_gather_object(gathered, self._own(step))
-        found = [f"rank {rank}, {line}" for rank, lines in enumerate(gathered) for line in lines]
+        everyone = gather_objects(self._own(step))
+        found = [f"rank {rank}, {line}" for rank, lines in enumerate(everyone) for line in lines]
         if not found and math.isfinite(step.loss):
             norms = {tower: step.values[f"grad_norm_{tower}"] for tower in _TOWERS}
             found = [

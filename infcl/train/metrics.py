@@ -176,8 +176,6 @@ class Console:
     remaining steps, and of the remaining evaluations that have run before.
 
     Args:
-        total_steps: steps of the run.
-        log_every_n_steps: steps per line.
         terminal: whether to show a progress bar; None: if the output is a terminal.
         evaluations_left: step -> how often each evaluation runs after that step.
     """

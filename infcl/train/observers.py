@@ -70,8 +70,6 @@ class Stragglers:
     ranks compare only the wait for data.
 
     Args:
-        parallel: the ranks.
-        every: steps between two comparisons.
         encoding_waits: whether encoding waits for other ranks.
     """
 
@@ -105,7 +103,6 @@ class Collapse:
 
     Args:
         rows: m, the samples of the rank's sample.
-        warmup: warm-up steps.
         advice: what the line suggests.
     """
 

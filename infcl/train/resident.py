@@ -38,10 +38,6 @@ def resident_micro_batches(
     --deterministic and on a CPU.
 
     Args:
-        spec: the resolved run.
-        engine: holds the towers on the device.
-        model_config: config of the towers.
-        parallel: the ranks.
         before: the trainer's state in the checkpoint, if any.
 
     Returns:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from infcl.checkpoint.records import Summary
 from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written
@@ -17,7 +16,7 @@ from infcl.config.json_file import read_record
 from infcl.convert.export import export_model
 from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models.config import CLIPConfig, load_any_config
-from infcl.parallel import Parallel
+from infcl.parallel import Parallel, gather_objects
 from infcl.report import draw_loss_curve, summary_table
 
 
@@ -25,7 +24,6 @@ def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
     """Yield warnings about flags that may not do what the user means, for a new run.
 
     Args:
-        config: the flags.
         vocab_size: token embeddings of the trained model.
     """
     if vocab_size != (own := load_any_config(config.model).text_cfg.vocab_size):
@@ -47,11 +45,7 @@ def write_results(
     """Write loss curve, exported model and, last, summary.json on rank 0. Collective.
 
     Args:
-        run: where to write.
-        parallel: the ranks.
         weights: of the full model, on rank 0.
-        model_config: config of the towers.
-        summary: contents of summary.json.
 
     Raises:
         NotWritten: on every rank, if the storage of rank 0 failed; with the cause and the newest checkpoint.
@@ -63,7 +57,7 @@ def write_results(
         try:
             _write(run, weights, model_config, summary)
         except Exception as error:  # any kind: the other ranks wait for the broadcast, then all ranks raise
-            cause, problem = error, [why_not_written(error), isinstance(error, OSError | SafetensorError)]
+            cause, problem = error, [why_not_written(error), isinstance(error, OSError)]
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise (NotWritten if problem[1] else RuntimeError)(
@@ -89,8 +83,7 @@ def describe_finished(run: RunFolder) -> str:
 
 def sum_reports(report: dict[str, int], parallel: Parallel) -> dict[str, int]:
     """Sum the loaders' counters over ranks, except those of the index, which are equal on all ranks. Collective."""
-    reports: list[dict[str, int]] = [{}] * parallel.world_size
-    dist.all_gather_object(reports, report)
+    reports = gather_objects(report)
     total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})
     for each in reports:
         total.update({name: n for name, n in each.items() if not name.startswith("index/")})

@@ -47,10 +47,6 @@ class Saves:
     """An observer that saves checkpoints. All its methods are collective.
 
     Args:
-        config: the flags.
-        steps_per_epoch: steps of an epoch.
-        parallel: the ranks.
-        checkpoints: writes the checkpoints.
         signals: signals received by this process.
         state: returns the loop's state for a checkpoint, JSON-serializable. It includes "step" (completed steps) and
             "skipped_in_a_row" (skipped steps since the last applied one).

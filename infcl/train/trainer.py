@@ -27,6 +27,7 @@ from infcl.parallel import (
     Parallel,
     describe_ranks,
     from_first_rank,
+    gather_objects,
     join_parts,
     max_over,
     mean_over,
@@ -305,8 +306,7 @@ class Trainer:
     def _end_for_bad_samples(self) -> None:
         """Save, then raise TooManyBadSamples on all ranks, with the table of the first rank that has too many."""
         own = self.loader.too_many_bad
-        reports: list[str] = [""] * self.parallel.world_size
-        dist.all_gather_object(reports, f"rank {self.parallel.rank}: {own}" if own else "")
+        reports = gather_objects(f"rank {self.parallel.rank}: {own}" if own else "")
         self.saves.finish()
         raise TooManyBadSamples(f"{next(filter(None, reports))}\n{self.checkpoints.hint}")
 

@@ -302,7 +302,7 @@ def test_where_no_tower_can_have_it_the_reasons_are_said(device, dtype, cfg, why
         choose_attention(model, "triton", torch.device(device), dtype)
     choose_attention(model, "auto", torch.device(device), dtype)
     choose_attention(model, "torch", torch.device("cuda"), HALF)
-    assert towers_with_kernel(model) == [] and model.caption_positions is caption_positions
+    assert towers_with_kernel(model) == [] and not model.attends_spans
 
 
 def test_other_sequences_are_torchs():

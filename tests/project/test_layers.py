@@ -65,7 +65,6 @@ ENVIRONMENT_USERS = {
 # Functions stored in attributes of other objects, outside of the two Patch classes.
 STORED_FUNCTIONS = {
     ("infcl/integrations/open_clip.py", "main.create_loss"),  # its documented place for a loss
-    ("infcl/models/attention.py", "model.caption_positions"),  # our own towers
     ("infcl/step/zero.py", "setattr(owner, name)"),  # Patch.apply
     ("infcl/train/compile.py", "block.run"),  # our own block
     ("infcl/train/finite.py", "blocks.on_input_gradient"),  # our own towers

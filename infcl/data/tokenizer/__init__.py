@@ -5,13 +5,8 @@ Out: int64 [n, L]: ids, one eos, then padding. A caption that is too long is cut
 Ids: pad 0, eos 1, unk 2, no bos (the layout of T5 and SigLIP). The text tower is causal and pools at the first eos, so
      the padding has no effect.
 
-Captions are cleaned for training a tokenizer and for encoding, as with open_clip's clean="canonicalize". `repair` fixes
-typographic quotes, full-width forms, entities and wrong encodings. `canonicalise` replaces '_' by a space, removes
-ASCII punctuation, lower-cases letters and collapses white space.
-
+Captions are cleaned for training a tokenizer (learn.py) and for encoding, as with open_clip's clean="canonicalize".
 Other tokenizers: open_clip.py. Which one a model has, and where that is recorded: source.py.
-
-`python -m infcl.data.tokenizer train --train-data URLS --vocab-size N --out FILE` trains a model (learn.py).
 """
 
 import hashlib
@@ -76,7 +71,6 @@ class Tokenizer:
     """A sentencepiece model with a context length. It pickles as bytes, so workers need no file.
 
     Args:
-        model_path: the model file.
         context_length: token positions per caption, including eos.
 
     Attributes: vocab_size, context_length, pad_id, eos_id, sha256 (of the model file), truncated (number of captions

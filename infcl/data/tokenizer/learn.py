@@ -29,12 +29,8 @@ def train_tokenizer(
     of threads.
 
     Args:
-        captions: the texts to learn from.
-        path: the model file to write.
-        vocab_size: number of token ids.
         model_type: "bpe" or "unigram".
         byte_fallback: encode unknown characters as bytes (256 more ids) instead of unk; useful for many languages.
-        num_threads: threads of sentencepiece.
 
     Raises:
         ValueError: the captions do not allow this `vocab_size`, or `path` cannot be written.

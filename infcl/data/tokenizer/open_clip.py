@@ -31,7 +31,6 @@ class OpenClipTokenizer:
     """CLIP's byte-pair tokenizer. Ids are [start, ..., end, 0, ...], of 49,408.
 
     Args:
-        context_length: token positions per caption.
         how: how captions are cleaned (`clean`).
 
     Raises:
@@ -70,7 +69,6 @@ class HuggingFaceTokenizer:
 
     Args:
         name: name on the hub or a folder, with or without "hf:".
-        context_length: token positions per caption.
         text_cfg: open_clip's text config. Of its tokenizer_kwargs, `clean` (default "whitespace"; None: captions are
             taken as they are), `strip_sep_token` and `language` are used; and its tokenizer_mode.
 

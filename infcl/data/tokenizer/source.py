@@ -71,7 +71,6 @@ def find_tokenizer(name: str | Path, cfg: ModelConfig) -> TokenizerSource:
     Args:
         name: a sentencepiece file, a folder with one or with Hugging Face's files, "open_clip:MODEL" for the one that
             is built into open_clip with that model, or "hf:NAME_OR_FOLDER", with the model's tokenizer_kwargs.
-        cfg: the model's config.
 
     Raises:
         ValueError: there is none of that name.
@@ -96,7 +95,6 @@ def stored_tokenizer(weights: Path, cfg: ModelConfig) -> TokenizerSource | None:
 
     Args:
         weights: a run, checkpoint, export, open_clip or CLIPModel folder, or a weights file.
-        cfg: the model's config.
     """
     text = cfg.to_dict()["text_cfg"]
     return _in_folder(described_in(weights), text, is_of_the_model=weights.is_dir()) or _named(text)
