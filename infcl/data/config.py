@@ -23,7 +23,7 @@ class DataConfig:
 
     Args:
         urls: shards as for `shards.expand_shards`, or tables as for `table.TableReader`.
-        dataset_type: "webdataset", "csv", or "streaming" (streaming.py lists its limitations).
+        dataset_type: "webdataset", "csv", or "streaming" (docs/howto/data.md).
         aug: options of `TrainTransform`.
         num_samples: samples per epoch; if fewer than all, each epoch has another random subset.
         upsampling_factors: one per `::` part of urls: how often an epoch contains its samples (plan.py).
