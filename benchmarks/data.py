@@ -28,6 +28,7 @@ from benchmarks.rows import append, parser_of_rows
 from infcl.data.images import ImageLimits, decode_image
 from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.indexed import IndexedDataset
+from infcl.data.pack import write_shard
 from infcl.data.plan import EpochPlan
 from infcl.data.records import ShardReader
 from infcl.data.samples import SampleDecoder
@@ -63,7 +64,8 @@ def main() -> None:
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """Return {stage: samples per second of one core}."""
     captions = write_images(folder / "shards", arguments.images, arguments.size)
-    small = write_small(folder / "small.tar", 10_000)
+    small = folder / "small.tar"  # for the index, which reads only headers
+    write_shard(small, [{"jpg": bytes(2000), "json": b"{}", "txt": b"a caption"}] * 10_000)
     model = folder / "spm.model"
     train_tokenizer([" ".join(np.random.default_rng(i).permutation(WORDS)) for i in range(3000)], model, 160)
     tokenizer, reader = Tokenizer(model, 64), ShardReader(load_manifest(str(folder / "shards")))
@@ -136,16 +138,6 @@ def write_images(folder: Path, count: int, size: int) -> list[str]:
             captions.append(" ".join(rng.permutation(WORDS)[:12]))
             writer.write({"__key__": f"{i:09d}", "jpg": file.getvalue(), "json": b"{}", "txt": captions[-1]})
     return captions
-
-
-def write_small(path: Path, count: int) -> Path:
-    """Write a shard of `count` small samples for the index, which reads only headers."""
-    import webdataset
-
-    with webdataset.TarWriter(str(path), mtime=0) as writer:
-        for i in range(count):
-            writer.write({"__key__": f"{i:09d}", "jpg": bytes(2000), "json": b"{}", "txt": "a caption"})
-    return path
 
 
 def open_clip_stages(shards: Path, jpegs: list[bytes], captions: list[str], size: int) -> dict[str, Callable[[], int]]:

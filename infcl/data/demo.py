@@ -27,6 +27,7 @@ import numpy as np
 
 from infcl.config import OneLineParser
 from infcl.config.json_file import read_record
+from infcl.data.pack import write_shard
 from infcl.data.plan import draw, random_order, uniforms
 from infcl.data.records import ShardReader
 from infcl.data.shards import load_manifest
@@ -229,20 +230,18 @@ def _quantise(picture: np.ndarray) -> np.ndarray:
 
 def _write_shards(folder: Path, pairs: Iterator[Pair], count: int, weights: Sequence[int]) -> None:
     """Write `count` pairs as tars, with sample counts in proportion to `weights`."""
-    from PIL import Image
-    from webdataset import TarWriter
-
-    folder.mkdir(parents=True)
     sizes = np.diff(np.cumsum(weights) * count // sum(weights), prepend=0)
     for shard, size in enumerate(sizes.tolist()):
-        # mtime=0 and bytes only: the same pairs give the same file
-        with TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False, mtime=0) as writer:
-            for i, (picture, caption, metadata) in enumerate(islice(pairs, size)):
-                png, key = io.BytesIO(), f"{shard:05d}{i:04d}"
-                Image.fromarray(picture).save(png, "PNG")
-                metadata = {"key": key, "caption": caption, "width": SIZE, "height": SIZE, **metadata}
-                members = {"png": png.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
-                writer.write({"__key__": key, **members})
+        write_shard(folder / f"{shard:05d}.tar", map(_members, islice(pairs, size)))
+
+
+def _members(pair: Pair) -> dict[str, bytes]:
+    from PIL import Image
+
+    picture, caption, metadata = pair
+    png, metadata = io.BytesIO(), {"caption": caption, "width": SIZE, "height": SIZE, **metadata}
+    Image.fromarray(picture).save(png, "PNG")
+    return {"png": png.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

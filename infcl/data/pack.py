@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,8 @@ def pack(
         samples = (_of_row(reader, row) for row in order.tolist())
     usable = _usable(samples, skipped)
     counts: list[int] = []
-    while (first := next(usable, None)) is not None:
-        some = _first(first, usable, per_shard)
+    for first in usable:
+        some = chain([first], islice(usable, per_shard - 1))
         counts.append(write_shard(folder / f"{len(counts):05d}.tar", some))
     if not counts:
         causes = ", ".join(f"{cause}: {count}" for cause, count in skipped.items()) or "it has no images"
@@ -115,11 +116,6 @@ def _usable(samples: Iterable[dict[str, bytes] | str], skipped: Counter[str]) ->
             skipped[sample] += 1
         else:
             yield sample
-
-
-def _first(first: dict[str, bytes], others: Iterator[dict[str, bytes]], count: int) -> Iterator[dict[str, bytes]]:
-    yield first
-    yield from (sample for _, sample in zip(range(count - 1), others))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
