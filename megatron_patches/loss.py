@@ -48,6 +48,7 @@ class TensorParallelLoss(nn.Module):
         logit_bias: torch.Tensor | None = None,
         *,
         ids: torch.Tensor | None = None,
+        teacher: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         size, rows = dist.get_world_size(self.tp_group), {"images": len(image_features), "texts": len(text_features)}
         if not (self.inner.fixed_shape and self._compared):  # if one rank raised alone, the others would hang
@@ -61,6 +62,10 @@ class TensorParallelLoss(nn.Module):
             x if x is None else copy_to_tensor_model_parallel_region(x, group=self.tp_group)
             for x in (logit_scale, logit_bias)
         ]
-        ids = None if ids is None else ids.chunk(size)[dist.get_rank(self.tp_group)]
-        loss = self.inner(*own, *scalars, ids=ids)
+        rank = dist.get_rank(self.tp_group)
+        ids = None if ids is None else ids.chunk(size)[rank]
+        if teacher is not None:
+            images, texts, scale = teacher
+            teacher = images.chunk(size)[rank], texts.chunk(size)[rank], scale
+        loss = self.inner(*own, *scalars, ids=ids, teacher=teacher)
         return reduce_from_tensor_model_parallel_region(loss, group=self.tp_group) / size

@@ -12,7 +12,7 @@ from infcl.config.agreement import settings_of
 from infcl.config.batch import BatchPlan, total_steps
 from infcl.config.checks import PATHS, parse_factors, validate
 from infcl.config.command_line import OneLineParser, make_parser, parse_args
-from infcl.config.settings import CAPTIONS, LOSS_NAMES, TrainConfig, option_of
+from infcl.config.settings import CAPTIONS, LOSS_NAMES, TrainConfig, option_of, teacher_in_words
 from infcl.config.spec import RunSpec, may_pack, resolve
 from infcl.config.words import aligned, counted, shown_bytes, shown_seconds
 
@@ -35,6 +35,7 @@ __all__ = [
     "settings_of",
     "shown_bytes",
     "shown_seconds",
+    "teacher_in_words",
     "total_steps",
     "validate",
 ]

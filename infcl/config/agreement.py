@@ -15,12 +15,13 @@ from infcl.config.settings import TrainConfig, option_of
 # May differ, since nodes may store them elsewhere: only whether a path is given is compared.
 OWN_PATHS = (
     "train_data", "val_data", "zeroshot_data", "zeroshot_classnames", "zeroshot_templates",
-    "pretrained", "pretrained_image", "pretrained_text", "csv_img_root", "index_cache", "logs", "resume",
+    "pretrained", "pretrained_image", "pretrained_text", "distill_pretrained", "csv_img_root", "index_cache", "logs",
+    "resume",
 )  # fmt: skip
 # May differ: they depend on a node's cores, memory and disk, or only affect its logging.
 OWN_VALUES = ("workers", "pixel_cache_gb", "device", "debug")
 # Their contents are compared: JSON key by key, other files by SHA-256.
-SAME_CONTENTS = ("deepspeed_config", "model", "tokenizer")
+SAME_CONTENTS = ("deepspeed_config", "model", "distill_model", "tokenizer")
 
 
 def settings_of(config: TrainConfig) -> dict[str, str]:

@@ -21,7 +21,7 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
 }  # of the fields' metadata
 PATHS = (
     "train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config",
-    "pretrained", "pretrained_image", "pretrained_text",
+    "pretrained", "pretrained_image", "pretrained_text", "distill_pretrained",
 )  # fmt: skip
 _WEIGHTS = "it takes a file, a folder, a run, or open_clip:TAG, whose weights open_clip downloads"
 _MEANT = {  # hints for users who give a name instead of a path
@@ -180,10 +180,34 @@ def _check_loss(config: TrainConfig) -> None:
         )
     if config.matryoshka_weights and not config.matryoshka_widths:
         raise ValueError("--matryoshka-weights needs --matryoshka-widths")
+    _check_teacher(config)
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
         raise ValueError(
             f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip; {config.loss} multiplies in float32"
         )
+
+
+def _check_teacher(config: TrainConfig) -> None:
+    model, weights, key = config.distill_model, config.distill_pretrained, config.teacher_key
+    if model and key:
+        raise ValueError(f"--distill-model {model} and --teacher-key {key}: leave one of them out")
+    if key and not re.fullmatch(r"[^:./]+:0*[1-9]\d{0,4}", key):
+        raise ValueError(
+            f"--teacher-key {key}: give NAME:N for members KEY.NAME.npy with embeddings of N numbers, like l14:768"
+        )
+    if weights and (not model or Path(weights).is_dir()):
+        raise ValueError(
+            f"--distill-pretrained {weights}: it is the weights file or tag of --distill-model; a folder with a model "
+            "is given as --distill-model alone"
+        )
+    if model and not weights and not Path(model).is_dir():
+        raise ValueError(f"--distill-model {model} is no folder with weights: add --distill-pretrained")
+    if not (model or key) and (config.teacher_scale is not None or config.distill_weight != 1):
+        raise ValueError("--teacher-scale and --distill-weight need a teacher: --distill-model or --teacher-key")
+    if config.dataset_type == "synthetic" and (model or key):
+        raise ValueError("--dataset-type synthetic has no captions for --distill-model and --teacher-key")
+    if key and config.json_text_key_probs:
+        raise ValueError("--teacher-key has embeddings of the same captions in every epoch: no --json-text-key-probs")
 
 
 def _check_optimizer(config: TrainConfig) -> None:

@@ -36,7 +36,6 @@ _EQUIVALENTS = {
     "statistics are not synchronized between ranks; use a larger --batch-size": "--use-bn-sync",
     "--opt adamw8bit saves memory; 8-bit layers are not available": "--use-bnb-linear",
     "--lock-text alone freezes all of the text tower": "--lock-text-freeze-layer-norm",
-    "the library's distillation_loss in a training loop of your own": "--distill-model --distill-pretrained",
     "CoCa is not trained here": "--coca-caption-loss-weight --coca-contrastive-loss-weight",
     "put --logs on shared storage, or copy the run folder": "--remote-sync --remote-sync-frequency "
     "--remote-sync-protocol",

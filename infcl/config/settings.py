@@ -6,6 +6,7 @@ Flag names and meanings are open_clip's where it has the flag, else DeepSpeed's 
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -196,6 +197,22 @@ class TrainConfig:
         type=float,
     )
 
+    distill_model: str | None = _loss(
+        None,
+        "frozen teacher whose similarities the model learns: a run, an exported or CLIPModel folder; or a model as in "
+        "--model, with --distill-pretrained [none]",
+    )
+    distill_pretrained: str | None = _loss(None, "weights of --distill-model: a file, or open_clip:TAG")
+    teacher_key: str | None = _loss(
+        None,
+        "stored teacher: its embeddings of N numbers are the members KEY.NAME.npy of the shards, float16 [2, N] [none]",
+        metavar="NAME:N",
+    )
+    teacher_scale: float | None = _loss(
+        None, "factor of the teacher's cosines [that of --distill-model; 100 for --teacher-key]", "> 0"
+    )
+    distill_weight: float = _loss(1.0, "weight of the distillation loss, which is added to --loss", "> 0")
+
     batch_size: int = _optimisation(
         64,
         "samples per GPU and micro-batch; auto: the largest size that fits into memory (needs --global-batch-size)",
@@ -322,6 +339,12 @@ class TrainConfig:
         return rule, int(base or 32768)
 
     @property
+    def teacher_member(self) -> tuple[str, int]:
+        """Extension of the member with the teacher's embeddings, and their width: "l14:768" -> ("l14.npy", 768)."""
+        name, _, width = (self.teacher_key or ":0").rpartition(":")
+        return f"{name}.npy" if name else "", int(width)
+
+    @property
     def texts_per_image(self) -> int:
         """Number of texts that a step encodes per image: its captions and its hard negative."""
         return self.captions_per_image + (self.negatives_key is not None)
@@ -329,6 +352,15 @@ class TrainConfig:
     def to_json(self) -> str:
         """Return the settings as JSON, for config.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def teacher_in_words(flags: Mapping[str, Any]) -> str:
+    """Return the teacher of a run's flags and its weight, without the folders that it is in; "" without one."""
+    if not (flags.get("distill_model") or flags.get("teacher_key")):
+        return ""
+    parts = filter(None, (flags["distill_model"], flags["distill_pretrained"]))
+    name = " with ".join("/".join(part.rstrip("/").split("/")[-2:]) for part in parts)
+    return f"{name or 'stored embeddings ' + flags['teacher_key']}, weight {flags['distill_weight']:g}"
 
 
 def is_table(train_data: str | None) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infcl.checkpoint.run_folder import RunFolder
+from infcl.config import teacher_in_words
 from infcl.config.redaction import redacted
 from infcl.data.tokenizer.source import TokenizerSource
 from infcl.models import build_towers
@@ -109,6 +110,8 @@ def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[st
     if card.get("ema"):
         rows["weights"] = f"moving average over the steps, decay {flags.get('ema_decay', 'unknown')}"
     rows |= {name: flags[flag] for flag, name in _FLAGS.items() if flags.get(flag) not in (None, "none")}
+    if teacher := teacher_in_words(flags):
+        rows["distilled from"] = teacher
     if flags.get("warmup_samples") is not None:
         rows["warm-up"] = f"{flags['warmup_samples']} samples"
     elif flags.get("warmup") is not None:

@@ -52,6 +52,8 @@ class DataConfig:
     def __post_init__(self):
         if self.dataset_type == "streaming" and self.upsampling_factors is not None:
             raise ValueError("upsampling factors need --dataset-type webdataset, not streaming")
+        if self.dataset_type == "csv" and self.keys.teacher:
+            raise ValueError("tables have no members for --teacher-key: it needs shards")
         has_json = self.dataset_type != "csv" or all(map(is_json_lines, split_sources(self.urls)))
         if self.texts.needs_json and not has_json:
             raise ValueError(
@@ -63,10 +65,11 @@ class DataConfig:
         """Return the data settings of a run's flags."""
         assert config.train_data is not None, "checked with the flags"
         treatment, by = config.duplicates_and_by
+        probs = tuple(config.json_text_key_probs)
         return cls(
             config.train_data,
             dataset_type=config.dataset_type,
-            keys=SampleKeys(config.image_key, config.text_key, config.json_text_key, tuple(config.json_text_key_probs)),
+            keys=SampleKeys(config.image_key, config.text_key, config.json_text_key, probs, *config.teacher_member),
             columns=columns_of(config),
             limits=limits_of(config, DEFAULT_LIMITS),
             texts=SampleTexts(

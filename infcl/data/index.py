@@ -1,8 +1,9 @@
-"""The index of one shard: the offsets of each sample's image, caption and json in the tar, found from its headers.
+"""The index of one shard: the offsets of the members of each sample in the tar, found from its headers.
 
 In:  a tar as webdataset and img2dataset write it: the members of a sample share the name up to the first dot.
-Out: an int64 array [samples, 6] of byte offsets and lengths, in the order in which the samples first appear. A sidecar
-     file `SHARD.tar.infcl.idx` keeps it, so that it is built once for each choice of keys.
+Out: an int64 array [samples, 6] of the byte offsets and lengths of image, caption and json, or [samples, 8] if a
+     teacher's embeddings are read too, in the order in which the samples first appear. A sidecar file
+     `SHARD.tar.infcl.idx` keeps it, so that it is built once for each choice of keys.
 Why: with offsets, one `pread` reads any sample. An epoch can then be a permutation, a resume costs nothing, and a bad
      sample can be replaced. Reading only headers is an order of magnitude cheaper than streaming the tar. Nothing is
      extracted, member names are opaque keys, and other members are never read.
@@ -18,17 +19,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from infcl.config.disk import write_atomic
 from infcl.config.json_file import parse_record
 from infcl.data.storage import ShardFault, ShardFile, is_remote, open_regular, open_shard, retry
 from infcl.data.tar import tar_members
 
-COLUMNS = ("image_offset", "image_bytes", "text_offset", "text_bytes", "json_offset", "json_bytes")
 ABSENT = -1  # offset and length of a member that the sample does not have
 MAX_IMAGE_BYTES = 256 << 20  # larger image members are rejected without reading them
-MAX_JSON_BYTES = 1 << 20  # larger json members are treated as absent
+MAX_JSON_BYTES = 1 << 20  # larger json and teacher members are treated as absent
 MAX_TEXT_BYTES = 1 << 20  # read of a text member, which may have many captions
 _FORMAT = "infcl-index-4"
 _MAX_HEADER = 1 << 20  # bytes of a sidecar's first line
@@ -50,12 +50,16 @@ class SampleKeys:
             the text member, or "caption" of the json member if a sample has no text member.
         json_probs: weights by which the order of the json keys is drawn for each sample and epoch. A key with weight 0,
             or without a weight, comes last.
+        teacher: extension of the member with a teacher's embeddings (embeddings.py); "" for none.
+        teacher_width: numbers per embedding.
     """
 
     image: str = "jpg;png;jpeg;webp"
     text: str = "txt"
     json_text: str | None = None
     json_probs: tuple[float, ...] = ()
+    teacher: str = ""
+    teacher_width: int = 0
 
     def __post_init__(self):
         count = len(self.json_keys) if self.json_text else 0
@@ -67,6 +71,12 @@ class SampleKeys:
     @property
     def json_keys(self) -> list[str]:
         return (self.json_text or "caption").split(";")
+
+    @property
+    def extensions(self) -> list[list[str]]:
+        """Alternatives for each member of a sample: image, text, json, and a teacher's embeddings."""
+        kinds = [self.image.lower().split(";"), self.text.lower().split(";"), ["json"]]
+        return [*kinds, [self.teacher.lower()]] if self.teacher else kinds
 
 
 DEFAULT_KEYS = SampleKeys()
@@ -105,6 +115,7 @@ class _Header(TypedDict):
     format: str
     image_key: str
     text_key: str
+    teacher_key: NotRequired[str]
     samples: int
     file_bytes: int
     version: int
@@ -122,7 +133,7 @@ def find_samples(
         pread: (size, offset) -> bytes of the tar.
 
     Returns:
-        Key of the sample -> offsets and lengths of its members, see COLUMNS, in the order of the tar;
+        Key of the sample -> offsets and lengths of its members, in the order of the tar;
         cause -> keys of samples that lost a member ("duplicate_member", "dotted_name") or have no image ("no_image"),
         then with the extensions that they have instead;
         description of the tar's damage, or None.
@@ -132,10 +143,10 @@ def find_samples(
     """
     if pread(3, 0) in (b"\x1f\x8b\x08", b"BZh", b"\xfd7z"):
         raise ValueError(f"{path} is compressed: unpack it, or read it through a pipe ('pipe:zcat FILE')")
-    wanted = (keys.image.lower().split(";"), keys.text.lower().split(";"), ["json"])
-    kinds = {extension: (kind, i) for kind in (2, 1, 0) for i, extension in [*enumerate(wanted[kind])][::-1]}
+    wanted = [*enumerate(keys.extensions)]
+    kinds = {extension: (kind, i) for kind, of_kind in wanted[::-1] for i, extension in [*enumerate(of_kind)][::-1]}
     rows: dict[str, list[int]] = {}
-    used: dict[str, list[int]] = {}  # which of the alternatives each of the three members of a sample is
+    used: dict[str, list[int]] = {}  # which of the alternatives each member of a sample is
     bad_keys: dict[str, list[str]] = {"duplicate_member": [], "dotted_name": []}
     dotted: tuple[set[str], set[str]] = set(), set()  # names of images and captions with a second dot: a.5x.jpg
     others: dict[str, set[str]] = {}  # extensions of the members that are not used
@@ -149,10 +160,11 @@ def find_samples(
                 dotted[kinds[last][0] > 0].add(f"{key}.{inner}")
             continue
         kind, alternative = kinds[extension]
-        row, found = rows.setdefault(key, [ABSENT] * 6), used.setdefault(key, [ABSENT] * 3)
+        row = rows.setdefault(key, [ABSENT] * 2 * len(wanted))
+        found = used.setdefault(key, [ABSENT] * len(wanted))
         if found[kind] == alternative:
             bad_keys["duplicate_member"].append(key)
-        elif (found[kind] == ABSENT or alternative < found[kind]) and (kind != 2 or size <= MAX_JSON_BYTES):
+        elif (found[kind] == ABSENT or alternative < found[kind]) and (kind < 2 or size <= MAX_JSON_BYTES):
             row[2 * kind : 2 * kind + 2], found[kind] = (offset, size), alternative
     for key in [key for key, row in rows.items() if row[0] == ABSENT]:
         del rows[key]
@@ -164,7 +176,7 @@ def find_samples(
 
 
 def scan_shard(path: str, keys: SampleKeys) -> tuple[Shard, np.ndarray]:
-    """Return one tar, without a sidecar, and its index, int64 [samples, 6], see COLUMNS, from the tar's headers.
+    """Return one tar, without a sidecar, and its index (module docstring), from the tar's headers.
 
     Raises:
         ShardFault: it cannot be read.
@@ -184,7 +196,7 @@ def scan_shard(path: str, keys: SampleKeys) -> tuple[Shard, np.ndarray]:
     counts = {cause: len(found) for cause, found in bad_keys.items() if found}
     shown = {cause: [key[:_SHOWN_CHARACTERS] for key in bad_keys[cause][:_SHOWN_KEYS]] for cause in counts}
     shard = Shard(path, "", len(usable), file.file_bytes, file.version, counts, damage, shown)
-    return shard, np.array(usable, dtype=np.int64).reshape(-1, 6)
+    return shard, np.array(usable, dtype=np.int64).reshape(-1, 2 * len(keys.extensions))
 
 
 def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -> Shard:
@@ -200,15 +212,17 @@ def ensure_index(path: str, keys: SampleKeys, cache_folder: str | None = None) -
     file = retry(lambda: open_shard(path), path)
     file.close()
     expected: dict[str, Any] = {"format": _FORMAT, "image_key": keys.image, "text_key": keys.text}
+    expected |= {"teacher_key": keys.teacher} if keys.teacher else {}
     digest = _digest(path if is_remote(path) else os.path.abspath(path))
-    is_default = (keys.image, keys.text) == (DEFAULT_KEYS.image, DEFAULT_KEYS.text)
-    of_keys = "" if is_default else f".{_digest(f'{keys.image} {keys.text}')[:8]}"
+    named = [keys.image, keys.text, *filter(None, [keys.teacher])]
+    is_default = named == [DEFAULT_KEYS.image, DEFAULT_KEYS.text]
+    of_keys = "" if is_default else f".{_digest(' '.join(named))[:8]}"
     folder = Path(cache_folder) if cache_folder else Path(os.path.expanduser("~/.cache/infcl/index"))
     sidecars = [folder / f"{digest}{of_keys}.idx"]
     if not is_remote(path):
         sidecars.insert(0, Path(path + of_keys + _SIDECAR))
     for sidecar in sidecars:
-        header = _read_header(sidecar, expected | {"file_bytes": file.file_bytes, "version": file.version})
+        header = _read_header(sidecar, expected | {"file_bytes": file.file_bytes, "version": file.version}, keys)
         if header is not None:
             return Shard(path, str(sidecar), **{name: header[name] for name in _IN_HEADER})
     shard, members = scan_shard(path, keys)
@@ -252,35 +266,41 @@ def _read_ahead(file: ShardFile, path: str) -> Callable[[int, int], bytes]:
     return pread
 
 
-def read_sidecar(shard: Shard) -> np.ndarray | None:
-    """Return the index of a shard, int64 [samples, 6], or None if its sidecar is damaged or points outside the shard.
+def read_sidecar(shard: Shard, keys: SampleKeys) -> np.ndarray | None:
+    """Return the index of a shard, or None if its sidecar is damaged or points outside the shard.
 
-    The file is read, not mapped (48 bytes per sample): truncating a mapped file kills its reader with SIGBUS.
+    The file is read, not mapped (48 or 64 bytes per sample): truncating a mapped file kills its reader with SIGBUS.
     """
     try:
         with open(shard.index_path, "rb", opener=open_regular) as file:
-            file.seek(-48 * shard.samples, os.SEEK_END)
-            members = np.frombuffer(file.read(), dtype="<i8").reshape(shard.samples, 6)
+            file.seek(-_row_bytes(keys) * shard.samples, os.SEEK_END)
+            members = np.frombuffer(file.read(), dtype="<i8").reshape(shard.samples, 2 * len(keys.extensions))
     except (OSError, ValueError, ShardFault):
         return None
     begins, sizes = members[:, ::2], members[:, 1::2]
     outside = (members < ABSENT).any() or (begins > shard.file_bytes).any() or (sizes > shard.file_bytes - begins).any()
     uneven = ((begins == ABSENT) != (sizes == ABSENT)).any() or (members[:, 0] == ABSENT).any()
     # members of a tar do not overlap
-    large = sizes.clip(0).sum() > shard.file_bytes or (sizes > [MAX_IMAGE_BYTES, 2**62, MAX_JSON_BYTES]).any()
+    limits = [MAX_IMAGE_BYTES, 2**62, MAX_JSON_BYTES, MAX_JSON_BYTES][: sizes.shape[1]]
+    large = sizes.clip(0).sum() > shard.file_bytes or (sizes > limits).any()
     return None if outside or uneven or large else members
 
 
-def _read_header(path: Path, expected: dict[str, Any]) -> dict | None:
+def _read_header(path: Path, expected: dict[str, Any], keys: SampleKeys) -> dict | None:
     """Return the header of a sidecar, or None if it is missing or incomplete, or has other values than `expected`."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             line = file.readline(_MAX_HEADER)
             header: Any = parse_record(line, _Header, str(path))
-            is_complete = len(line) + header["samples"] * 48 == os.fstat(file.fileno()).st_size
+            is_complete = len(line) + header["samples"] * _row_bytes(keys) == os.fstat(file.fileno()).st_size
     except (OSError, ValueError, ShardFault):
         return None
     return header if is_complete and expected.items() <= header.items() else None
+
+
+def _row_bytes(keys: SampleKeys) -> int:
+    """Return the bytes of a sample in a sidecar: two int64 for each member."""
+    return 16 * len(keys.extensions)
 
 
 def _digest(text: str) -> str:

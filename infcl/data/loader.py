@@ -6,8 +6,8 @@
 
 A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, in pinned memory if there
 is a GPU. t is the number of texts per image (1 by default, samples.SampleTexts). "same_ids" int64 [m, 1] is added if
-duplicate samples are looked for. `ids` are global sample numbers. An epoch has num_samples // global_batch_size steps;
-the remainder is a different one in every epoch.
+duplicate samples are looked for, and for a teacher its input or embeddings (samples.SampleDecoder). `ids` are global
+sample numbers. An epoch has num_samples // global_batch_size steps; the remainder is a different one in every epoch.
 
 With the default reader, the samples of a rank at (epoch, step) are a pure function of the seed, the shards and the
 batch sizes, and the global batch does not depend on the number of ranks.
@@ -204,6 +204,7 @@ class TrainLoader(StepLoader):
     Args:
         image_size: side S of the square images, in pixels.
         seed: of the sample order, the augmentations and all other random choices.
+        teacher: tokenizer of a teacher, see SampleDecoder.
         indexed: the shards that other processes of this node have indexed (shards.load_manifest).
 
     Raises:
@@ -219,10 +220,12 @@ class TrainLoader(StepLoader):
         *,
         image_size: int,
         seed: int,
+        teacher: AnyTokenizer | None = None,
         indexed: Mapping[str, Shard] | None = None,
     ):
         transform = TrainTransform(image_size, **data.aug)
-        decoder = SampleDecoder(tokenizer, transform, seed=seed, keys=data.keys, limits=data.limits, texts=data.texts)
+        of_data: dict[str, Any] = {"keys": data.keys, "limits": data.limits, "texts": data.texts}
+        decoder = SampleDecoder(tokenizer, transform, seed=seed, teacher=teacher, **of_data)
         source: Source
         if data.dataset_type == "streaming":
             source = StreamingSource(data, decoder, share)

@@ -54,6 +54,7 @@ class Record(NamedTuple):
     where: str
     shard: str = ""
     fault: ShardFault | None = None
+    teacher: bytes | None = None
 
 
 class ShardReader:
@@ -110,15 +111,15 @@ class ShardReader:
             try:
                 data, fault = self._read_shard(i, rows, images), None
             except ShardFault as error:
-                data, fault = [None] * (3 * len(rows)), error
+                data, fault = [None] * (4 * len(rows)), error
             for k, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist())):
                 where = f"{shard.path} sample {row}"
-                image, text, json = data[3 * k : 3 * k + 3]
-                records[slot] = Record(image, text, json, where, shard.path, fault)
+                image, text, json, teacher = data[4 * k : 4 * k + 4]
+                records[slot] = Record(image, text, json, where, shard.path, fault, teacher)
         return [records[slot] for slot in range(len(samples))]
 
     def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:
-        """Return image, text, json, image, ... of the given rows of shard i. Raises ShardFault."""
+        """Return image, text, json, teacher, image, ... of the given rows of shard i. Raises ShardFault."""
         if i in self._faults and time.monotonic() < self._faults[i][0]:
             raise self._faults[i][1]
         path = self.manifest.shards[i].path
@@ -143,12 +144,12 @@ class ShardReader:
             raise
 
     def _wanted(self, row: list[int], images: bool) -> list[tuple[int, int]]:
-        """Return (offset, size) of image, text and json; a member that is not needed is marked as absent."""
+        """Return (offset, size) of image, text, json and teacher; what is not needed is marked as absent."""
         absent = (ABSENT, ABSENT)
         use_json = self.keys.json_text is not None or row[2] == ABSENT
         text = absent if use_json else (row[2], min(row[3], MAX_CAPTION_BYTES + 1))
         json = (row[4], row[5]) if use_json or self.needs_json else absent
-        return [(row[0], row[1]) if images else absent, text, json]
+        return [(row[0], row[1]) if images else absent, text, json, (row[6], row[7]) if self.keys.teacher else absent]
 
     def _file(self, i: int) -> tuple[ShardFile, np.ndarray]:
         if i in self._open:
@@ -169,8 +170,8 @@ class ShardReader:
         return self._open[i]
 
     def _members(self, shard: Shard) -> np.ndarray:
-        """Return a shard's index, int64 [samples, 6]. A damaged index is removed and rebuilt."""
-        members = read_sidecar(shard)
+        """Return a shard's index. A damaged index is removed and rebuilt."""
+        members = read_sidecar(shard, self.keys)
         if members is None:
             _, members = scan_shard(shard.path, self.keys)
             if len(members) != shard.samples:
@@ -245,5 +246,7 @@ def _read_record(file: ShardFile, row: list[int], where: str, url: str) -> Recor
         fault = ShardFault("image_file_too_large", f"{row[1]} bytes, {MAX_IMAGE_BYTES} allowed")
         return Record(None, None, None, where, url, fault)
     text_bytes = min(row[3], MAX_TEXT_BYTES + 1)
-    image, text, json = read_members(file, [(row[0], row[1]), (row[2], text_bytes), (row[4], row[5])], url)
-    return Record(image, text, json, where, url)
+    teacher = (row[6], row[7]) if len(row) > 6 else (ABSENT, ABSENT)
+    wanted = [(row[0], row[1]), (row[2], text_bytes), (row[4], row[5]), teacher]
+    image, text, json, embeddings = read_members(file, wanted, url)
+    return Record(image, text, json, where, url, teacher=embeddings)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from infcl.data.captions import decode_captions, decode_text, folded, is_caption, parse_json, texts_in
+from infcl.data.embeddings import decode_embeddings
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits, decode_image
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import draw, uniforms
@@ -89,6 +90,7 @@ class DecodedSample(NamedTuple):
 
     image: torch.Tensor  # uint8 [3, S, S]
     texts: list[str]  # the captions, then the hard negative
+    teacher: torch.Tensor | None  # float16 [2, E], embeddings of the image and of the first caption
     same: list[int]  # equal for duplicates (SampleTexts.same), at least 0; then the id of a hard negative, by caption
 
 
@@ -98,7 +100,11 @@ class SampleDecoder:
 
     A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, with "same_ids": int64
     [m, 1] if `SampleTexts.same` is set, or [m, 2] with the ids of hard negatives if captions are compared. t is
-    SampleTexts.count; the texts of an image are adjacent.
+    SampleTexts.count; the texts of an image are adjacent. For a teacher it has "teacher_texts": int64 [m, L'], or
+    "teacher": float16 [m, 2, E] if its embeddings are stored (`SampleKeys.teacher`).
+
+    Args:
+        teacher: tokenizer of a teacher, which encodes the first caption of each image.
     """
 
     tokenizer: AnyTokenizer
@@ -108,10 +114,12 @@ class SampleDecoder:
     keys: SampleKeys
     limits: ImageLimits
     texts: SampleTexts = SampleTexts()
+    teacher: AnyTokenizer | None = None
 
     def batch_bytes(self, size: int) -> int:
         """Return the size in bytes of a micro-batch of `size` samples."""
-        return size * (3 * self.transform.image_size**2 + 8 * self.texts.count * self.tokenizer.context_length + 16)
+        tokens = self.texts.count * self.tokenizer.context_length + (self.teacher.context_length if self.teacher else 0)
+        return size * (3 * self.transform.image_size**2 + 8 * tokens + 4 * self.keys.teacher_width + 16)
 
     def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> DecodedSample:
         """Decode a record. (seed, epoch, position) determine all random choices. Raises BadSample."""
@@ -119,9 +127,9 @@ class SampleDecoder:
         def numbers(stream: int, count: int) -> np.ndarray:
             return draw(self.seed, epoch, position, stream=stream, count=count)
 
-        def some(texts: list[str], count: int, stream: int) -> list[str]:
+        def some(texts: list[str], count: int, stream: int) -> list[int]:
             order = np.argsort(numbers(stream, len(texts)), kind="stable") if len(texts) > 1 else [0]
-            return [texts[order[i % len(texts)]] for i in range(count)]
+            return [int(order[i % len(texts)]) for i in range(count)]
 
         random = uniforms(numbers(_TRANSFORM_STREAM, TRANSFORM_DRAWS))
         image, captions, notes = decode_record(
@@ -132,15 +140,20 @@ class SampleDecoder:
             lines=self.texts.lines,
             shrink=lambda height, width: self.transform.shrink(height, width, random),
         )
-        texts = some(captions, self.texts.captions, _CHOICE_STREAM)
+        drawn = some(captions, self.texts.captions, _CHOICE_STREAM)
+        texts, teacher = [captions[i] for i in drawn], None
+        if self.keys.teacher:
+            rows = decode_embeddings(record.teacher, captions=len(captions), width=self.keys.teacher_width)
+            teacher = torch.from_numpy(rows[[0, 1 + drawn[0]]])
         values = _json_of(record) if self.texts.needs_json else {}
         same = [_same_id(self.texts.same, record.image or b"", texts[0], values)]
         if self.texts.negatives is not None:
             own = [*captions, *(text for key in self.keys.json_keys for text in texts_in(values.get(key)))]
-            texts += some(_negatives(values, self.texts.negatives, own, notes), 1, _NEGATIVE_STREAM)
+            negatives = _negatives(values, self.texts.negatives, own, notes)
+            texts += [negatives[i] for i in some(negatives, 1, _NEGATIVE_STREAM)]
             same += [_same_id("caption", b"", texts[-1], values)] if self.texts.same == "caption" else []
         log["noted"].extend(notes)
-        return DecodedSample(self.transform(image, random), texts, same)
+        return DecodedSample(self.transform(image, random), texts, teacher, same)
 
     def batch(self, samples: list[DecodedSample], ids: list[int], log: ReadLog) -> MicroBatch:
         """Collate samples and their global numbers to a micro-batch; note truncated captions in `log`."""
@@ -148,6 +161,10 @@ class SampleDecoder:
         texts = self.tokenizer([text for sample in samples for text in sample.texts])
         log["noted"].extend(["caption_truncated"] * (self.tokenizer.truncated - before))
         batch = {"images": stack([sample.image for sample in samples]), "texts": texts, "ids": torch.tensor(ids)}
+        if self.teacher is not None:
+            batch["teacher_texts"] = self.teacher([sample.texts[0] for sample in samples])
+        if self.keys.teacher:
+            batch["teacher"] = stack([sample.teacher for sample in samples if sample.teacher is not None])
         return batch | ({"same_ids": torch.tensor([sample.same for sample in samples])} if self.texts.same else {})
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
-from infcl.convert.import_weights import model_with, other_resizing, read_weights
+from infcl.convert.import_weights import model_with, other_resizing, read_tag, read_weights, weights_preprocess
 from infcl.data.tokenizer import ids_of
+from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.tokenizer.source import find_tokenizer, stored_tokenizer
 from infcl.models import CLIP, load_any_config
+from infcl.models.open_clip_config import PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +29,12 @@ def load_model(
     model: str | None = None,
     tokenizer: str | Path | None = None,
     ema: bool = False,
-) -> tuple[CLIP, Tokenize]:
+) -> tuple[CLIP, AnyTokenizer]:
     """Load a model in eval mode on the device, and its tokenizer.
 
     Args:
-        checkpoint: run, checkpoint, export, open_clip or CLIPModel folder, or a weights file.
-        model: config of a bare weights file.
+        checkpoint: run, checkpoint, export, open_clip or CLIPModel folder, a weights file, or open_clip:TAG.
+        model: config of a bare weights file or a tag.
         tokenizer: see `find_tokenizer`; by default the one that is recorded with the weights.
 
     Returns:
@@ -41,12 +43,17 @@ def load_model(
     Raises:
         ValueError: weights, config and tokenizer do not match.
     """
-    weights = read_weights(checkpoint, ema=ema)
+    if model is not None and str(checkpoint).startswith(PREFIX):
+        weights, tokenizer = read_tag(str(checkpoint), model), tokenizer or PREFIX + model.removeprefix(PREFIX)
+    else:
+        weights = read_weights(checkpoint, ema=ema)
     cfg = weights.cfg
     if cfg is None:
         if model is None:
             raise ValueError(f"{checkpoint} is a bare file: give its config, --model ViT-B-32 or a JSON file")
         cfg = load_any_config(model)
+        if not cfg.fixed_preprocess:
+            cfg = cfg.with_preprocess(weights_preprocess(str(checkpoint), model))
     elif model is not None:
         raise ValueError(f"--model {model}: {checkpoint} brings its own config; leave --model out")
     source = find_tokenizer(tokenizer, cfg) if tokenizer else stored_tokenizer(Path(checkpoint), cfg)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from infcl.loss.captions import captions_loss
 from infcl.loss.dense import dense_loss
+from infcl.loss.distillation import distillation_loss
 from infcl.loss.duplicates import DUPLICATES
 from infcl.loss.inf_cl import inf_cl_loss
 from infcl.loss.inputs import DEFAULT_OPTIONS, RingOptions
@@ -46,6 +47,7 @@ class ContrastiveLoss(nn.Module):
         group: the data-parallel process group, None for a single process.
         duplicates: role of entries of different samples with an equal id (infcl/loss/duplicates.py); tiled losses only.
         margin: leave out likely false negatives (see `inf_cl_loss`); tiled losses only.
+        distillation: weight of the distillation loss, which is added if a call has a teacher.
         captions: captions per image, for text features [t b, D] (infcl/loss/captions.py); None for text features
             [b, D]. inf_cl only.
         fixed_shape: all calls have features of one shape, as in training. The ranks compare their shapes in the first
@@ -66,6 +68,7 @@ class ContrastiveLoss(nn.Module):
         group: dist.ProcessGroup | None = None,
         duplicates: str = "negative",
         margin: float | None = None,
+        distillation: float = 1.0,
         captions: int | None = None,
         fixed_shape: bool = False,
         options: RingOptions = DEFAULT_OPTIONS,
@@ -79,7 +82,7 @@ class ContrastiveLoss(nn.Module):
         if margin is not None and name not in TILED:
             raise ValueError(f"margin={margin} for '{name}': it is for the losses {TILED}")
         self.name, self.group, self.duplicates, self.captions = name, group, duplicates, captions
-        self.margin = margin
+        self.margin, self.distillation = margin, distillation
         self.fixed_shape, self.options = fixed_shape, options
         self._agreed: dict[str, tuple] = {}  # what the ranks have compared
 
@@ -92,6 +95,7 @@ class ContrastiveLoss(nn.Module):
         output_dict: bool = False,
         *,
         ids: Tensor | None = None,
+        teacher: tuple[Tensor, Tensor, float] | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Compute the loss.
 
@@ -100,6 +104,8 @@ class ContrastiveLoss(nn.Module):
             logit_scale, logit_bias: float or one element. Only siglip uses a bias (None: 0); it cancels in a softmax.
             output_dict: return {"contrastive_loss": loss}, as open_clip's losses do.
             ids: int64 [b], if `duplicates` needs them: equal for equal images (or equal texts).
+            teacher: its image and text features [b, E] and the factor of their cosines, for `distillation_loss` with
+                the first text of each image.
 
         Returns:
             The loss, 0-dim, float32 (float64 for float64 matmuls).
@@ -124,6 +130,12 @@ class ContrastiveLoss(nn.Module):
                 arguments["options"] = replace(self.options, compare_ranks=False)
         with torch.autocast(image_features.device.type, enabled=False):
             loss = function(image_features, text_features, logit_scale, **arguments)
+            if teacher is not None:
+                first_texts = text_features[:: len(text_features) // len(image_features)]
+                of_teacher = dict(zip(("teacher_image_features", "teacher_text_features", "teacher_scale"), teacher))
+                of_teacher |= {"group": group, "options": arguments["options"]}
+                divergence = distillation_loss(image_features, first_texts, logit_scale, **of_teacher)
+                loss = loss + self.distillation * divergence
         if not self._agreed and self.name == "inf_cl":
             _warn_of_long_features(image_features, text_features, logit_scale)
         self._agreed |= own

@@ -33,10 +33,12 @@ class Fit:
     capacity: float
     host: float = float("inf")
     ranks_of_host: int = 1
+    teacher: tuple[int, int] = (0, 0)
 
     def setting(self, spec: RunSpec) -> Setting:
         """Return the setting of `spec`, without pixels that only use free memory."""
-        setting = setting_of_run(spec, self.cfg, self.counts, ranks_of_host=self.ranks_of_host)
+        on_host = self.ranks_of_host
+        setting = setting_of_run(spec, self.cfg, self.counts, ranks_of_host=on_host, teacher=self.teacher)
         return setting.with_(pixel_bytes=0.0) if spec.flags.pixel_cache_gb == "auto" else setting
 
     def parts(self, spec: RunSpec) -> dict[str, float]:

@@ -38,7 +38,7 @@ def memory_of(setting: Setting) -> dict[str, float]:
     tokens = 8.0 * setting.model.text_cfg.context_length
     parts = state_bytes(setting) | {"gradient buckets": buckets, "gathered parameters": gathered_bytes(setting)}
     parts |= graphs | {"cached data": pixels_on_device(setting) + setting.rank_batch * tokens}
-    parts |= _loss_of(setting)
+    parts |= _loss_of(setting) | _teacher_of(setting)
     # Before the first backward, DeepSpeed's stages 1 and 2 have no buckets. Stage 1 has no gradients either, except the
     # FP32 sums of its BF16_Optimizer.
     late = parts["backward"] + (buckets if setting.zero in (1, 2) else 0.0)
@@ -54,7 +54,8 @@ def reserved_bytes(setting: Setting) -> float:
     in transit.
     """
     passing = graph_bytes(setting)["backward"] + pixels_on_device(setting)
-    return 8 * setting.trainable + sum(_loss_of(setting).values()) + WORKSPACE_BYTES + passing
+    losses = sum((_loss_of(setting) | _teacher_of(setting)).values())
+    return 8 * setting.trainable + losses + WORKSPACE_BYTES + passing
 
 
 # ---- training state on the GPU ----
@@ -176,6 +177,21 @@ def _loss_of(setting: Setting) -> dict[str, float]:
     parts["feature gradients"] += others
     parts["loss"] += others
     return parts
+
+
+def _teacher_of(setting: Setting) -> dict[str, float]:
+    """Return {"teacher"}: bytes per rank of a teacher's FP32 model and of what its loss adds; {} without one.
+
+    These are its FP32 embeddings of all samples, their operands, two blocks of these in transit, and two more sets of
+    FP32 feature gradients: those that wait for the backward, and their sum with those of --loss.
+    """
+    parameters, width = setting.teacher
+    if not width:
+        return {}
+    rows, size = setting.loss_rows, setting.precision.matmul_dtype.itemsize
+    operands = 2 * rows * width * size * (1 if setting.gpus == 1 else 2)
+    gradients = 2 * (2 * rows * setting.model.embed_dim * 4)
+    return {"teacher": 4.0 * parameters + 2 * setting.rank_batch * width * 4 + operands + gradients}
 
 
 # ---- activations ----

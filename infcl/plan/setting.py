@@ -49,6 +49,7 @@ class Setting:
     gpu: Gpu = dataclasses.field(default_factory=lambda: load_gpu("h200"))
     gpus_per_node: int = 8
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between nodes
+    teacher: tuple[int, int] = (0, 0)  # parameters of a distillation's model, and the width of its embeddings
     # a run
     zero_options: dict | None = None  # zero_optimization of its preset; None: as in ds_configs
     counts: tuple[int, int] | None = None  # (parameters, trainable parameters) of all T ranks; None: all are trained
@@ -206,13 +207,19 @@ def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def setting_of_run(
-    spec: RunSpec, cfg: CLIPConfig, counts: dict[str, tuple[int, int]], *, ranks_of_host: int | None = None
+    spec: RunSpec,
+    cfg: CLIPConfig,
+    counts: dict[str, tuple[int, int]],
+    *,
+    ranks_of_host: int | None = None,
+    teacher: tuple[int, int] = (0, 0),
 ) -> Setting:
     """Return the setting of a run, for its memory. With --resident-micro-batches auto, one micro-batch counts.
 
     Args:
         counts: (parameters, trainable parameters) of the full model's parts, as `parameter_counts` returns them.
         ranks_of_host: ranks per node; None for a single node.
+        teacher: see Setting.
     """
     flags, batch, on_cpu = spec.flags, spec.batch, spec.device == "cpu"
     # several texts per image take the memory of one text that is longer by this factor
@@ -236,6 +243,7 @@ def setting_of_run(
         resident=1 if flags.resident_micro_batches == "auto" else int(flags.resident_micro_batches),
         pixels="device" if flags.pixel_cache_gb == "gpu" and not on_cpu else "host",
         gpus_per_node=ranks_of_host or batch.dp_size * share,
+        teacher=teacher,
         zero_options=spec.zero_optimization,
         counts=(parameters, trainable),
         moments=state_bytes_per_element(flags),

@@ -42,8 +42,11 @@ class StepBatches:
         device: where the micro-batches are computed.
         texts: this part's texts from the loader -> the texts of all parts, {name: tensor}, as inputs of the model.
         join: this part's pixels on the device -> the pixels of all parts. Only this part is kept and uploaded.
+        teacher: this part's pixels on the device, and the micro-batch -> a teacher's image and text embeddings of all
+            parts. It is called once for each micro-batch.
 
     Attributes:
+        teacher: embeddings of each micro-batch read so far, on the device.
         ids, same_ids: of each micro-batch read so far, on the host.
         waited: seconds of this step that the host waited for its loader or for other parts' loaders.
         waited_again: of which in the second reading.
@@ -59,10 +62,12 @@ class StepBatches:
         parts: int = 1,
         texts: Callable[[torch.Tensor], Texts] = lambda texts: {"texts": texts},
         join: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+        teacher: Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, ...]] | None = None,
     ):
         self.pixels, self.num_micro_batches, self.device = pixels, num_micro_batches, device
         self.frozen = frozen or {"image": False, "text": False}
         self._parts, self._texts_of, self._join = parts, texts, join
+        self._embeddings_of = teacher
 
     def begin(self, items: Iterator[MicroBatch]) -> None:
         """Discard the previous step and wait for the first micro-batch of this one."""
@@ -72,6 +77,7 @@ class StepBatches:
         self._positions = [0, 0]  # token positions of this step's texts: computed, total
         self.ids: list[torch.Tensor] = []
         self.same_ids: list[torch.Tensor] = []
+        self.teacher: list[tuple[torch.Tensor, ...]] = []
         self.waited = self.waited_again = self._waited_for_parts = 0.0
         self._first: MicroBatch | None = self._next()
 
@@ -118,6 +124,8 @@ class StepBatches:
         if "same_ids" in batch:
             self.same_ids.append(batch["same_ids"].clone())
         images = self.pixels.first(index, batch["images"])
+        if self._embeddings_of is not None:
+            self.teacher.append(self._embeddings_of(images, batch))
         self._take_texts(batch["texts"])
         return images
 
@@ -154,7 +162,14 @@ class StepBatches:
 
 
 def build_step_batches(
-    spec: RunSpec, model: CLIP, parallel: Parallel, *, resident: int, repeats: bool, reserved: float
+    spec: RunSpec,
+    model: CLIP,
+    parallel: Parallel,
+    *,
+    resident: int,
+    repeats: bool,
+    reserved: float,
+    teacher: Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, ...]] | None = None,
 ) -> StepBatches:
     """Build the micro-batches of a run's steps, with the pixel cache that the flags select.
 
@@ -165,6 +180,7 @@ def build_step_batches(
         resident: number of micro-batches that keep their graphs.
         repeats: whether the loader can read micro-batches a second time.
         reserved: host bytes per rank that are needed later.
+        teacher: see StepBatches.
 
     Raises:
         ValueError: the cache exceeds the host's free memory, or is too small for a loader that cannot repeat.
@@ -201,6 +217,7 @@ def build_step_batches(
         parts=parallel.tp_size,
         texts=texts_of_part(model.cfg.text_cfg, parallel, pack=spec.packs_captions),
         join=partial(join_parts, parallel),
+        teacher=teacher,
     )
 
 

@@ -36,6 +36,7 @@ from infcl.models.open_clip_config import hugging_face_config
 from infcl.models.packing import why_unpackable
 from infcl.parallel import Parallel, gather_objects, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
+from infcl.train.teacher import TeacherModel, load_teacher
 
 MOST_WORKERS = 8
 Towers = Any  # CLIP, or open_clip's towers behind CLIP's interface (models/open_clip_model.py)
@@ -68,11 +69,20 @@ def workers_for(ranks: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run, before its weights and data exist."""
+    """Inputs of a run, before its weights and data exist; a teacher has its weights."""
 
     spec: RunSpec
     model_config: ModelConfig
     tokenizer: AnyTokenizer | None
+    teacher: TeacherModel | None = None
+
+    @property
+    def teacher_size(self) -> tuple[int, int]:
+        """Parameters of the teacher's model, and the width of its embeddings; zeros without one."""
+        if self.teacher is None:
+            return 0, self.spec.flags.teacher_member[1]
+        model = self.teacher.model
+        return sum(parameter.numel() for parameter in model.parameters()), model.cfg.embed_dim
 
 
 def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
@@ -91,7 +101,7 @@ def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
         hosts=parallel.hosts,
         unpackable=why_unpackable(config, model_config),
     )
-    return Inputs(spec, model_config, tokenizer)
+    return Inputs(spec, model_config, tokenizer, load_teacher(config, model_config))
 
 
 def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer | None, ModelConfig]:
@@ -198,6 +208,7 @@ def _contrastive_loss(spec: RunSpec, parallel: Parallel) -> nn.Module:
         options=RingOptions(config.tile, spec.tile_dtype, ranks_per_node=parallel.ranks_per_node),
         duplicates=config.duplicates_and_by[0],
         margin=config.false_negative_margin,
+        distillation=config.distill_weight,
         fixed_shape=True,
     )
     if parallel.tp_group is None:
@@ -239,9 +250,10 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
     assert inputs.tokenizer is not None, "checked with the flags"
     data, tokenizer = DataConfig.of(config), inputs.tokenizer
     indexed = _index_shards(data, parallel) if data.dataset_type == "webdataset" else {}
-    loader = on_every_rank(
-        lambda: TrainLoader(data, tokenizer, share, image_size=image_size, seed=config.seed, indexed=indexed)
-    )
+    options: dict[str, Any] = {"image_size": image_size, "seed": config.seed, "indexed": indexed}
+    if inputs.teacher is not None:
+        options["teacher"] = inputs.teacher.tokenizer
+    loader = on_every_rank(lambda: TrainLoader(data, tokenizer, share, **options))
     _require_same_data(loader)
     return loader
 

@@ -80,9 +80,10 @@ class SampledLoss:
 
     Args:
         margin: also compute the share of negatives that --false-negative-margin leaves out.
+        distills: also compute the distillation loss, of calls with a teacher.
 
     Attributes:
-        values: [4 or 5] f32, metrics of the last call in the order of `names`; on the device, so reading does not wait.
+        values: [4 to 6] f32, metrics of the last call in the order of `names`; on the device, so reading does not wait.
     """
 
     values: torch.Tensor
@@ -90,17 +91,28 @@ class SampledLoss:
         "micro_loss_image_to_text", "micro_loss_text_to_image", "micro_accuracy", "feature_spread",
     )  # fmt: skip
 
-    def __init__(self, loss: Callable[..., torch.Tensor], rows: int, margin: float | None = None):
+    def __init__(
+        self, loss: Callable[..., torch.Tensor], rows: int, margin: float | None = None, distills: bool = False
+    ):
         self.loss, self.rows, self.margin = loss, min(rows, MAX_SAMPLE_ROWS), margin
         if margin is not None:
             self.names = *self.names, "micro_left_out_share"
+        if distills:
+            self.names = *self.names, "micro_distillation_loss"
 
-    def __call__(self, image_features, text_features, logit_scale, logit_bias=None, **ids) -> torch.Tensor:
+    def __call__(
+        self, image_features, text_features, logit_scale, logit_bias=None, *, teacher=None, **ids
+    ) -> torch.Tensor:
         first_texts = text_features[:: len(text_features) // len(image_features)]  # an image may have several texts
         sample = image_features[: self.rows], first_texts[: self.rows]
         self.values = micro_batch_metrics(*sample, logit_scale)
         if self.margin is not None:
             self.values = torch.cat([self.values, left_out_share(*sample, self.margin)])
+        if teacher is not None:
+            images, texts, scale = teacher
+            their_sample = images[: self.rows], texts[: self.rows], scale
+            self.values = torch.cat([self.values, divergence(*sample, logit_scale, *their_sample)])
+            ids["teacher"] = teacher
         return self.loss(image_features, text_features, logit_scale, logit_bias, **ids)
 
 
@@ -133,6 +145,16 @@ def left_out_share(image_features: torch.Tensor, text_features: torch.Tensor, ma
     count = len(cosines) * max(1, len(cosines) - 1)
     beyond = (cosines > limits[:, None]).float() + (cosines > limits).float()
     return (beyond.fill_diagonal_(0).sum() / (2 * count)).view(1)
+
+
+@torch.no_grad()
+def divergence(image_features, text_features, logit_scale, teacher_images, teacher_texts, teacher_scale):
+    """Return `distillation_loss` of [m, D] features and of a teacher's [m, E], in float32, [1] f32."""
+    own = logit_scale.float() * (image_features.float() @ text_features.float().T)  # [m, m] f32
+    wanted = teacher_scale * (teacher_images @ teacher_texts.T)
+    options: dict[str, Any] = {"reduction": "sum", "log_target": True}
+    both = [F.kl_div(own.log_softmax(dim), wanted.log_softmax(dim), **options) for dim in (0, 1)]
+    return torch.stack(both).sum().view(1) / (2 * len(own))
 
 
 def duplicate_shares(ids: torch.Tensor, group: dist.ProcessGroup) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from infcl.config import BatchPlan, TrainConfig, aligned, counted, shown_bytes
+from infcl.config import BatchPlan, TrainConfig, aligned, counted, shown_bytes, teacher_in_words
 from infcl.config.preset import stage_over
 from infcl.engine.parameter_groups import checkpoint_bytes
 from infcl.engine.schedule import Schedule
@@ -49,6 +49,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
         ("learning rate", _learning_rate_line(config, schedule)),
         ("data", _data_line(config, loader)),
         ("model", _model_line(config, counts)),
+        *([("teacher", teacher)] if (teacher := teacher_in_words(vars(config))) else []),
         ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
         ("system", f"{describe_ranks(parallel)}, {spec.precision}, {spec.zero_in_words}"),
         ("evaluation", ", ".join(f"{name} {when}at the end" for name, when in often.items()) or "none"),
@@ -59,7 +60,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     if (planned := cfg.planned) is None:
         return "\n".join([*lines, "  memory: not planned for towers that open_clip builds", ""])
     on_host = ranks_of_host(parallel)
-    run = setting_of_run(spec, planned, counts, ranks_of_host=on_host)
+    run = setting_of_run(spec, planned, counts, ranks_of_host=on_host, teacher=inputs.teacher_size)
     columns = [memory_of(run.with_(zero=stage, offloads=())) for stage in STAGES]
     plan = {part: [column[part] for column in columns] for part in columns[0]}
     offloads = "optimizer" in spec.offloads

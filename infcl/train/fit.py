@@ -37,7 +37,7 @@ def fit_to_memory(inputs: Inputs, parallel: Parallel) -> Inputs:
     counts = parameter_counts(build_meta_model(spec.flags, cfg))
     own = [-memory_of_device(parallel), -host_memory_bytes()]
     capacity, host = (-most for most in max_over(dist.group.WORLD, own, parallel.device))  # minimum over ranks
-    fit = Fit(spec, cfg, counts, capacity, host, ranks_of_host(parallel))
+    fit = Fit(spec, cfg, counts, capacity, host, ranks_of_host(parallel), inputs.teacher_size)
     if spec.flags.batch_size == 0:
         return dataclasses.replace(inputs, spec=fit.choose())
     fit.check()

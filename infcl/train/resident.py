@@ -30,6 +30,7 @@ def resident_micro_batches(
     parallel: Parallel,
     *,
     before: Mapping[str, Any] | None = None,
+    teacher_width: int = 0,
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of --resident-micro-batches, at most the M micro-batches of a step. Collective for `auto`.
 
@@ -39,6 +40,7 @@ def resident_micro_batches(
 
     Args:
         before: the trainer's state in the checkpoint, if any.
+        teacher_width: numbers of a teacher's embeddings; its model is on the device.
 
     Returns:
         The number, and what a checkpoint stores: the number that the run began with, whether it was measured, and for
@@ -52,7 +54,7 @@ def resident_micro_batches(
         captions = longest(model_config.text_cfg, batch.micro_batch_size * flags.texts_per_image)
         texts = texts_for_model(model_config.text_cfg, pack=spec.packs_captions)(captions)
         graph = _graph_bytes(engine, texts, batch.micro_batch_size, model_config, parallel.device)
-        room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel, graph)
+        room = _free_bytes(parallel.device) - _needed_bytes(spec, engine, model_config, parallel, graph, teacher_width)
         fitting = -max_over(dist.group.WORLD, [-int(room // graph)], parallel.device)[0]  # minimum over ranks
         number = max(1, min(int(fitting), limit))
     own = {"kept": number, "measured": measures, "of": [parallel.world_size, limit, batch.micro_batch_size]}
@@ -95,13 +97,21 @@ def _free_bytes(device: torch.device) -> float:
     return free - HEADROOM * total
 
 
-def _needed_bytes(spec: RunSpec, engine: Engine, model_config: ModelConfig, parallel: Parallel, graph: int) -> float:
+def _needed_bytes(
+    spec: RunSpec,
+    engine: Engine,
+    model_config: ModelConfig,
+    parallel: Parallel,
+    graph: int,
+    teacher_width: int,
+) -> float:
     """Return the bytes of a step without graphs, parameters and optimizer; the last two are allocated already.
 
     The planner computes it. It does not know towers that open_clip builds; theirs is estimated from one graph's bytes.
     """
     trainable = sum(engine.state.shape(p).numel() for _, p in engine.state.parameters() if p.requires_grad)
     if (planned := model_config.planned) is None:  # gradients and a copy for autocast, a backward's graph, the loss
-        return 8 * trainable + graph + 64 * model_config.embed_dim * spec.batch.rank_batch_size
+        return 8 * trainable + graph + 64 * (model_config.embed_dim + teacher_width) * spec.batch.rank_batch_size
     counts = {"all": (trainable, trainable)}
-    return reserved_bytes(setting_of_run(spec, planned, counts, ranks_of_host=ranks_of_host(parallel)))
+    on_host = ranks_of_host(parallel)
+    return reserved_bytes(setting_of_run(spec, planned, counts, ranks_of_host=on_host, teacher=(0, teacher_width)))

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from infcl.checkpoint.load import find_checkpoint, full_weights, load_checkpoint, trainer_state
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.checkpoint.write import CheckpointWriter
-from infcl.config import aligned, counted
+from infcl.config import aligned, counted, teacher_in_words
 from infcl.data.loader import TooManyBadSamples
 from infcl.data.workers import describe_death
 from infcl.engine.engine import Engine
@@ -53,6 +54,7 @@ from infcl.train.observers import Collapse, Observer, Step, StepProfiler, Stragg
 from infcl.train.resident import resident_micro_batches
 from infcl.train.results import oddities, sum_reports, write_results
 from infcl.train.saves import Saves, StopSignals
+from infcl.train.teacher import Teacher
 
 MAX_LOGIT_SCALE = math.log(100)  # OpenAI's bound; the clamp holds through the next step in every ZeRO stage
 
@@ -90,11 +92,13 @@ class Trainer:
         self.total_steps = self.schedule.total_steps
 
     def _build_engine(self) -> None:
-        """Build the towers, split and compile them, and wrap them in the DeepSpeed engine."""
+        """Build the teacher and the towers, split and compile these, and wrap them in the DeepSpeed engine."""
         config, parallel = self.config, self.parallel
         seed_everything(config.seed, deterministic=config.deterministic)
         model, self.sources_of_weights = build_model(config, self.inputs.model_config)
         self.model_config = model.cfg
+        has_teacher = bool(teacher_in_words(vars(config)))
+        self.teacher = Teacher(self.spec, parallel, self.inputs.teacher) if has_teacher else None
         split_model(model, parallel)
         self.compiled = prepare_blocks(model, self.spec, parallel)
         self.engine = Engine(model, self.spec, parallel)
@@ -105,7 +109,7 @@ class Trainer:
         spec, parallel, module = self.spec, self.parallel, self.engine.module
         self.texts_for_model = texts_for_model(self.model_config.text_cfg, pack=spec.packs_captions)
         self.resident, self.graphs = resident_micro_batches(
-            spec, self.engine, self.model_config, parallel, before=before
+            spec, self.engine, self.model_config, parallel, before=before, teacher_width=self.inputs.teacher_size[1]
         )
         self.batches = build_step_batches(
             spec,
@@ -114,10 +118,14 @@ class Trainer:
             resident=self.resident,
             repeats=self.loader.repeats,
             reserved=later_host_bytes(spec, module),
+            teacher=self.teacher,
         )
         self.loss = build_loss(spec, parallel)
         self.sampled_loss = SampledLoss(
-            self.loss, rows=self.batch.micro_batch_size, margin=self.config.false_negative_margin
+            self.loss,
+            rows=self.batch.micro_batch_size,
+            margin=self.config.false_negative_margin,
+            distills=self.teacher is not None,
         )
         self.mfu = utilisation(self.model_config, parallel.device, spec.precision, trained_shares(module))
 
@@ -311,8 +319,12 @@ class Trainer:
         raise TooManyBadSamples(f"{next(filter(None, reports))}\n{self.checkpoints.hint}")
 
     def _loss(self, *features: torch.Tensor) -> torch.Tensor:
-        ids = self._same_ids()
-        return self.sampled_loss(*features, **({} if ids is None else {"ids": ids.squeeze(1)}))
+        given: dict[str, Any] = {}
+        if (ids := self._same_ids()) is not None:
+            given["ids"] = ids.squeeze(1)
+        if self.teacher is not None:
+            given["teacher"] = *map(torch.cat, zip(*self.batches.teacher)), self.teacher.scale
+        return self.sampled_loss(*features, **given)
 
     def _same_ids(self) -> torch.Tensor | None:
         """Return int64 [b, 1 (+ 1 hard negative)], equal for duplicates; None if they are not compared."""
@@ -422,12 +434,14 @@ class Trainer:
             f"cached activations of {counted(self.resident, 'micro-batch', 'micro-batches')}",
             f"{'packed' if self.spec.packs_captions else 'padded'} captions",
         ]
+        teacher = teacher_in_words(vars(config))
         rows = {
             "model": f"{config.model}, {self.num_parameters / 1e6:.2f}M parameters",
             "data": f"{self.loader.num_samples:,} samples",
             "batch": str(self.batch),
             "steps": f"{self.total_steps:,}",
             "loss": config.loss,
+            **({"teacher": f"{teacher}, scale {self.teacher.scale:.4g}"} if self.teacher else {}),
             "engine": f"{self.spec.zero_in_words}, {self.spec.precision}, {describe_ranks(self.parallel)}",
             "towers": ", ".join(towers),
             "pixels": describe_pixels(self.batches),

@@ -38,7 +38,7 @@ def test_flags_that_open_clip_has_keep_its_defaults():
     params = pytest.importorskip("open_clip_train.params")
     theirs, ours = vars(params.parse_args(["--model", "ViT-B-32"])), dataclasses.asdict(parse_args(SYNTHETIC))
     shared = (theirs.keys() & ours.keys()) - OWN_DEFAULTS - {"train_num_samples"}
-    assert len(shared) == 39 and {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}
+    assert len(shared) == 41 and {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}
 
 
 def test_train_data_of_several_values_is_one_list_of_sources(tmp_path):
@@ -90,6 +90,14 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--false-negative-margin", "3"], "--false-negative-margin 3.0 must lie in"),
         (["--false-negative-margin", "0.1", "--loss", "clip"], "margin 0.1 is for --loss inf_cl and siglip"),
         (["--matryoshka-weights", "1"], "--matryoshka-weights needs --matryoshka-widths"),
+        (["--distill-model", "infcl", "--teacher-key", "t:8"], "infcl and --teacher-key t:8: leave one of them out"),
+        (["--distill-model", "ViT-B-16"], "ViT-B-16 is no folder with weights: add --distill-pretrained"),
+        (["--distill-pretrained", "open_clip:x"], "open_clip:x: it is the weights file or tag of --distill-model"),
+        (["--distill-model", "ViT-B-16", "--distill-pretrained", "infcl"], "infcl: .*given as --distill-model alone"),
+        (["--distill-model", "infcl"], "--dataset-type synthetic has no captions for --distill-model"),
+        (["--teacher-key", "t"], "--teacher-key t: give NAME:N for members KEY.NAME.npy"),
+        (["--teacher-key", "t:0"], "--teacher-key t:0: give NAME:N"),
+        (["--teacher-scale", "9"], "--teacher-scale and --distill-weight need a teacher"),
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),

@@ -66,6 +66,15 @@ class Batch(NamedTuple):
     positives: Tensor  # [W, q] among a rank's own documents
 
 
+def mean_kl(images, texts, scale, teacher_images, teacher_texts, teacher_scale):
+    """MobileCLIP's loss of one teacher: KL(teacher || student), averaged over both directions."""
+    logits, wanted = scale * images @ texts.T, teacher_scale * teacher_images @ teacher_texts.T
+    return sum(
+        F.kl_div(a.log_softmax(1), b.log_softmax(1), reduction="batchmean", log_target=True) / 2
+        for a, b in ((logits, wanted), (logits.T, wanted.T))
+    )
+
+
 def features(
     kind: str, rows: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Tensor, Tensor]:

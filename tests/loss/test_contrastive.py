@@ -12,7 +12,7 @@ from infcl import RingOptions, info_nce_loss
 from infcl.loss.contrastive import LOSSES, ContrastiveLoss
 from infcl.loss.gradients import add_rows
 from infcl.parallel import require_equal
-from tests.lib.loss_oracle import LIBRARY, features
+from tests.lib.loss_oracle import LIBRARY, features, mean_kl
 from tests.lib.ranks import rejected, run_ranks
 
 
@@ -43,6 +43,17 @@ def test_losses_stay_inside_the_group_they_are_given():
             assert mean == pytest.approx(alone.item(), rel=1e-5), name
             gradient = torch.cat([results[m][i][1] for m in members]) / 2
             torch.testing.assert_close(gradient, images_alone.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "texts_per_image"), [*((name, 1) for name in LOSSES), ("inf_cl", 3)])
+def test_a_teacher_adds_its_distillation_loss_by_weight(name, texts_per_image):
+    """Of the first of an image's texts."""
+    images, texts = features("random", 7 * texts_per_image, 24, torch.float64)
+    teacher, own = (*features("apart", 7, 16, torch.float64), 40.0), images[:7]
+    captions = 1 if texts_per_image > 1 else None
+    loss = ContrastiveLoss(name, distillation=0.7, captions=captions, options=RingOptions(tile_dtype="fp64"))
+    added = loss(own, texts, 10.0, -3.0, teacher=teacher) - loss(own, texts, 10.0, -3.0)
+    torch.testing.assert_close(added, 0.7 * mean_kl(own, texts[::texts_per_image], 10.0, *teacher))
 
 
 def counted_comparisons():

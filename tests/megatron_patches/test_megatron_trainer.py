@@ -16,6 +16,7 @@ from tests.lib.entry import ON_CPU, alone, command, launch, losses
 from tests.lib.hosts import Hosts
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.step_oracle import worst_error
+from tests.lib.teachers import write_teacher
 from tests.lib.training import demo_config, rejection, run_losses
 
 
@@ -102,6 +103,16 @@ def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path
     for name, value in ema[0].items():
         if not name.endswith("in_proj_bias"):
             assert float((ema[1][name] - value).norm()) <= 1e-3 * float(value.norm()), name
+
+
+def test_a_distilled_run_is_split_as_a_plain_one(demo_folder, tmp_path, model):
+    """Its ranks divide the samples that the teacher encodes."""
+    flags = {"steps": 3, "force_patch_dropout": None, "eps": 1e-3, "distill_weight": 2.0}
+    flags["distill_model"] = write_teacher(tmp_path / "teacher", demo_folder)
+    plain, split = (
+        run_losses(size, config_of(demo_folder, tmp_path / str(size), model, size, 1, **flags)) for size in (1, 2)
+    )
+    assert split == pytest.approx(plain, rel=2e-5)
 
 
 def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one(demo_folder, tmp_path, model):

@@ -120,16 +120,18 @@ def test_a_ring_holds_what_was_measured_around_one():
 ROWS, WIDTH = 256, 64
 
 
-def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring):
+def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring, teacher_width=0):
     generator = torch.Generator().manual_seed(rank)
     sides = [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
+    teacher = [torch.randn(ROWS, teacher_width, generator=generator) for _ in range(2)] if teacher_width else None
     module = ContrastiveLoss(
         loss,
         group=torch.distributed.group.WORLD,
         options=RingOptions("torch", tile_dtype, workspace_bytes=2**14, ring=ring, ranks_per_node=2),
     )
     with LiveBytes() as live:
-        module(*sides, torch.tensor(10.0), torch.tensor(-5.0)).backward()
+        given = {} if teacher is None else {"teacher": (*teacher, 30.0)}
+        module(*sides, torch.tensor(10.0), torch.tensor(-5.0), **given).backward()
     return live.most
 
 
@@ -149,6 +151,22 @@ def test_a_two_level_ring_holds_beside_a_flat_one_what_is_counted(loss, precisio
     counted = counted_two_level - counted_flat
     for of_flat, of_two_level in zip(flat, two_level, strict=True):
         assert counted <= of_two_level - of_flat <= counted + 2 * 4 * ROWS
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (1, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_a_teacher_counts_as_its_model_its_embeddings_and_its_loss(world_size, precision):
+    width, ranks = 96, {"ranks": world_size, "precision": precision}
+    one = setting(micro_batch=ROWS // 2, micro_batches=2, **ranks)
+    one = one.with_(model=dataclasses.replace(one.model, embed_dim=WIDTH), teacher=(10**6, width))
+    without, planned = memory_of(one.with_(teacher=(0, 0))), memory_of(one)
+    assert "teacher" not in without and planned["peak"] - without["peak"] == planned["teacher"]
+    embeddings = 2 * ROWS * width * 4  # which the caller has
+    counted = planned["teacher"] - 4e6 - embeddings
+    plain, distilled = (
+        run_ranks(most_bytes_around_a_ring, world_size, "inf_cl", precision, "flat", size) for size in (0, width)
+    )
+    for of_plain, of_distilled in zip(plain, distilled, strict=True):
+        assert 0.5 * counted < of_distilled - of_plain <= counted + 12 * 4 * ROWS
 
 
 def test_tensor_parallel_ranks_share_the_model_and_what_is_inside_its_layers(demo_folder, tmp_path):

@@ -20,6 +20,7 @@ from infcl.models import build_towers
 from infcl.models.open_clip_config import load_open_clip_config
 from infcl.report import read_metrics
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
+from infcl.train.teacher import load_teacher
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
 from tests.lib.ranks import run_ranks
 from tests.lib.training import demo_config, fit, new_trainer
@@ -265,6 +266,32 @@ def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(models, demo_f
     for name, value in model.state_dict().items():
         kept = torch.equal(value, given[name])
         assert kept == (name.startswith("visual.") or name == "attn_mask"), name
+
+
+def test_a_tag_is_a_teacher_with_its_pixels_and_its_tokenizer(models, tmp_path):
+    import open_clip
+    from open_clip import pretrained
+
+    fields = json.loads((models / "resnet.json").read_text())
+    fields["text_cfg"] |= {"vocab_size": 49408, "context_length": 9}
+    (tmp_path / "model_configs").mkdir()
+    (tmp_path / "model_configs" / "resnet.json").write_text(json.dumps(fields))
+    given = open_clip.CLIP(**fields | {"nonscalar_logit_scale": True}).state_dict()
+    torch.save(given, tmp_path / "resnet.pt")
+    tags = {"resnet": {"mine": pretrained._pcfg("https://example.org/resnet.pt", mean=(0.4,) * 3, std=(0.3,) * 3)}}
+    flags = {"distill_model": "open_clip:resnet", "distill_pretrained": "open_clip:mine"}
+    with (
+        mock.patch.dict(pretrained._PRETRAINED, tags),
+        mock.patch.object(pretrained, "download_pretrained", return_value=str(tmp_path / "resnet.pt")),
+        mock.patch("infcl.models.open_clip_config.open_clip_folder", return_value=tmp_path),
+        mock.patch("infcl.data.tokenizer.source.open_clip_folder", return_value=tmp_path),
+    ):
+        model, tokenizer = load_teacher(TrainConfig(**flags), load_open_clip_config("open_clip:resnet"))
+    assert model.cfg.preprocess.mean == (0.4,) * 3 and model.cfg.preprocess.std == (0.3,) * 3
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+    expected = open_clip.tokenizer.SimpleTokenizer(context_length=9)(["A photo of a dog"])
+    assert torch.equal(tokenizer(["A photo of a dog"]), expected)
 
 
 def first_norm(rank, world_size, config: TrainConfig):

@@ -10,6 +10,7 @@ from infcl.checkpoint.load import consolidated_state_dict
 from infcl.models import load_model_config
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
 from tests.lib.ranks import run_ranks
+from tests.lib.teachers import metrics, with_embeddings, write_teacher
 from tests.lib.training import demo_config, fit
 
 TEXT = {"context_length": 16, "vocab_size": 512, "width": 64, "heads": 4, "layers": 2}
@@ -25,6 +26,8 @@ RUNS = {  # flags; presets by their name
     "zero2": {},
     "zero1, Matryoshka": {"matryoshka_widths": [8, 32], "matryoshka_weights": [1.0, 2.0]},
     "zero1, margin": {"false_negative_margin": 0.05, "matryoshka_widths": [16, 64]},
+    "zero1, distilled": {"distill_model": "{folder}/teacher", "captions": "lines", "distill_weight": 2.0},
+    "zero3, distilled": {"teacher_key": "t:40", "train_data": "{folder}/train"},
     "zero1, T = 2": SPLIT,
     "zero1, batch norm": BY_OPEN_CLIP,
     "zero2, adafactor": {"opt": "adafactor", "wd": 0.1},
@@ -40,13 +43,15 @@ def fit_any(rank, world_size, config, die_after=None):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """The demo's model with heads that ranks can share, and a ResNet of open_clip's."""
+def models(demo_folder, tmp_path_factory):
+    """The demo's model with heads that ranks can share, a ResNet of open_clip's, a teacher, and shards with another."""
     folder, fields = tmp_path_factory.mktemp("models"), load_model_config("demo").to_dict()
     fields["vision_cfg"] |= {"head_width": 24}
     fields["text_cfg"] |= {"heads": 4}
     (folder / "four_heads.json").write_text(json.dumps(fields))
     (folder / "resnet.json").write_text(json.dumps(RESNET))
+    write_teacher(folder / "teacher", demo_folder)
+    with_embeddings(demo_folder / "train", folder / "train")
     return folder
 
 
@@ -58,8 +63,8 @@ def test_a_resumed_run_continues_bit_for_bit(name, models, demo_folder, tmp_path
         import_open_clip()
     flags = {"batch_size": 8, "steps": 8, "save_every_n_steps": 5, "ema_decay": 0.9, "force_patch_dropout": 0.25}
     flags |= {"deepspeed_config": f"ds_configs/{name.partition(',')[0]}.json"} | RUNS[name]
-    if "model" in flags:
-        flags["model"] = flags["model"].format(folder=models)
+    for flag in {"model", "distill_model", "train_data"} & flags.keys():
+        flags[flag] = flags[flag].format(folder=models)
     whole, stopped = (demo_config(demo_folder, tmp_path / place, **flags) for place in ("whole", "stopped"))
     losses = run_ranks(fit_any, 2, whole)[0]
     run_ranks(fit_any, 2, stopped, 7)
@@ -72,3 +77,7 @@ def test_a_resumed_run_continues_bit_for_bit(name, models, demo_folder, tmp_path
     assert steps == [*range(1, 8), *range(6, 9)], "it did not continue after step 5"
     shares = {record.get("micro_left_out_share") for record in map(json.loads, lines) if record["kind"] == "train"}
     assert all(0 < share < 1 for share in shares) if "margin" in name else shares == {None}
+    assert all(
+        ("micro_distillation_loss" in record) == ("distilled" in name)
+        for record in metrics(tmp_path / "stopped" / "run")
+    )
