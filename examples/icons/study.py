@@ -77,7 +77,7 @@ def name_of(run: dict) -> str:
     steps = run["steps"] if "steps" in run else -(-run["samples"] // run["batch"])
     parts = [f"b{run['batch']}", f"n{steps}", f"lr{run['lr']:g}", f"w{run['warmup']:g}", run["treatment"], run["loss"]]
     parts += [run["model"]] if run["model"] != DEFAULTS["model"] else []
-    parts += [run["train"].strip("*-.")] if run["train"] else []
+    parts += [run["train"].partition("-")[0]] if run["train"] else []
     parts += [f"from{run['start']['batch']}"] if run["start"] else []
     return "-".join([*parts, f"s{run['seed']}"])
 

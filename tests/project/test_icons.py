@@ -8,9 +8,12 @@ import tarfile
 import pytest
 import torch
 
+from infcl.convert.__main__ import main as convert
 from infcl.convert.export import export_model
+from infcl.evaluate.load import load_model
 from infcl.models import CLIP, load_any_config
 from tests.lib.checkout import ROOT
+from tests.lib.open_clip_stub import import_open_clip, import_transformers
 
 LICENCES = {
     "carbon": "Apache-2.0", "vaadin": "Apache-2.0", "fluent-emoji-flat": "MIT", "fluent-emoji": "MIT", "free": "MIT",
@@ -96,3 +99,25 @@ def test_search_ranks_by_cosine_and_embeds_a_set_once(icons, package, tmp_path, 
     monkeypatch.setattr(icons["search"], "render", None)  # the embeddings are stored
     icons["search"].main(arguments)
     assert capsys.readouterr().out.splitlines()[:3] == first[:3]
+
+
+def test_the_weights_give_equal_features_here_in_open_clip_and_in_transformers(tmp_path):
+    open_clip, transformers = import_open_clip(), import_transformers()
+    folder = ROOT / "examples" / "icons" / "weights"
+    assert (folder / "model.safetensors").stat().st_size < 12e6
+    pixels = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    captions = ["red heart", "arrow left circle", "calendar"]
+    ours, tokenize = load_model(folder, device=torch.device("cpu"))
+    peer, tokens = open_clip.create_model(f"local-dir:{folder}").eval(), open_clip.get_tokenizer(f"local-dir:{folder}")
+    convert(["import", str(folder), "--format", "hf", "--out", str(tmp_path / "hf")])
+    clip = transformers.CLIPModel.from_pretrained(tmp_path / "hf").eval()
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = words(captions, padding="max_length", max_length=16, truncation=True, return_tensors="pt")["input_ids"]
+    assert torch.equal(ids, tokens(captions))
+    with torch.no_grad():
+        wanted = ours(pixels, tokenize(captions))
+        theirs = peer.encode_image(pixels, normalize=True), peer.encode_text(ids, normalize=True)
+        hub = clip(pixel_values=pixels, input_ids=ids)
+    for image, text in (theirs, (hub.image_embeds, hub.text_embeds)):
+        torch.testing.assert_close(image, wanted["image_features"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(text, wanted["text_features"], rtol=0, atol=1e-6)
