@@ -93,9 +93,24 @@ def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, 
         raise ValueError(f"--pack-captions on: {unpackable}; auto packs where it can")
     packs = may_pack(flags) and not unpackable
     spec = RunSpec(flags, device, ranks, hosts, preset, asked, precision, packs)
+    if flags.cuda_graphs and (why := _why_no_graphs(spec)):
+        raise ValueError(f"--cuda-graphs {why}")
     if flags.batch_size:
         _ = spec.batch  # raises if the ranks cannot divide it
     return spec
+
+
+def _why_no_graphs(spec: RunSpec) -> str:
+    """Return why the towers cannot run as CUDA graphs, or "" if they can."""
+    flags, cached = spec.flags, spec.flags.resident_micro_batches
+    reasons = {
+        f"caches no activations: leave out --resident-micro-batches {cached}": cached != "1",
+        "needs a GPU": spec.device != "cuda",
+        "needs parameters that stay where they are, and ZeRO-3 gathers them: use zero1 or zero2": spec.zero_stage == 3,
+        f"is not for --tensor-parallel-size {flags.tensor_parallel_size}": flags.tensor_parallel_size > 1,
+        f"is for our own towers, not for --model {flags.model}": flags.model.startswith("open_clip:"),
+    }
+    return next((why for why, applies in reasons.items() if applies), "")
 
 
 def may_pack(flags: TrainConfig) -> bool:

@@ -49,6 +49,7 @@ from infcl.train.diagnostics import (
     utilisation,
 )
 from infcl.train.finite import Skips
+from infcl.train.graphs import graph_towers
 from infcl.train.metrics import MetricsWriter
 from infcl.train.observers import Collapse, Observer, Step, StepProfiler, Stragglers
 from infcl.train.resident import resident_micro_batches
@@ -102,6 +103,8 @@ class Trainer:
         split_model(model, parallel)
         self.compiled = prepare_blocks(model, self.spec, parallel)
         self.engine = Engine(model, self.spec, parallel)
+        if config.cuda_graphs:
+            graph_towers(model)
         self.num_parameters = sum(self.engine.state.shape(p).numel() for _, p in self.engine.state.parameters())
 
     def _build_step(self, before: Mapping | None) -> None:
@@ -430,6 +433,7 @@ class Trainer:
         by_triton = ", ".join(towers_with_kernel(self.engine.module))
         towers = [
             f"{'compiled' if self.compiled else 'eager'} blocks",
+            *(["CUDA graphs"] if config.cuda_graphs else []),
             *([f"Triton attention ({by_triton})"] if by_triton else []),
             f"cached activations of {counted(self.resident, 'micro-batch', 'micro-batches')}",
             f"{'packed' if self.spec.packs_captions else 'padded'} captions",

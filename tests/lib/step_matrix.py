@@ -1,5 +1,7 @@
 """Steps of the demo model with all combinations of a step's options, and the reference in one process."""
 
+from contextlib import nullcontext
+
 import torch
 
 from infcl.config import BatchPlan
@@ -44,12 +46,16 @@ def demo_batch(size):
     return images, texts
 
 
-def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compiled, before_step=None, **flags):
+def step_of_the_towers(
+    rank, world_size, preset, resident, checkpointing, compiled, before_step=None, *, graphed=False, **flags
+):
     """Run a step and return the weights, or the result of before_step(engine), called with the step's gradients."""
     from infcl.engine.engine import Engine
     from infcl.models.packing import texts_for_model
     from infcl.parallel import init_parallel
     from infcl.train.compile import prepare_blocks
+    from infcl.train.graphs import graph_towers
+    from tests.lib.recorded_graphs import recorded_graphs
     from tests.lib.specs import spec_of
 
     parallel = init_parallel("cpu")
@@ -69,5 +75,8 @@ def step_of_the_towers(rank, world_size, preset, resident, checkpointing, compil
     step, answers = engine.step, []
     if before_step is not None:
         engine.step = lambda lr: answers.append(before_step(engine)) or step(lr)
-    weights = weights_after_a_step(engine, batch, demo_batch, resident, encode)
+    with recorded_graphs() if graphed else nullcontext():
+        if graphed:
+            graph_towers(model)
+        weights = weights_after_a_step(engine, batch, demo_batch, resident, encode)
     return weights if before_step is None else answers[0]

@@ -68,6 +68,7 @@ STORED_FUNCTIONS = {
     ("infcl/step/zero.py", "setattr(owner, name)"),  # Patch.apply
     ("infcl/train/compile.py", "block.run"),  # our own block
     ("infcl/train/finite.py", "blocks.on_input_gradient"),  # our own towers
+    ("infcl/train/graphs.py", "self.blocks.on_input_gradient"),  # the same, while a graph is captured
     ("megatron_patches/patches.py", "setattr(importlib.import_module(path), name)"),  # patch
     ("megatron_patches/towers.py", "setattr(owner, name)"),  # a parameter
     ("megatron_patches/towers.py", "setattr(part, ATTRIBUTE)"),  # a mark
