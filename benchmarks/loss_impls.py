@@ -31,6 +31,7 @@ OTHERS = {
     "official_open_clip": "open_clip's ClipLoss, from --open-clip-loss",
     "info_nce": "queries against twice as many documents; b queries",
     "nt_xent": "two views of b / 2 samples: a b x b matrix",
+    "hard_negatives": "inf_cl with one hard-negative caption per image",
     "inf_cl_margin": "inf_cl, negatives 0.1 above their match left out; and in dense PyTorch:",
     "clip_margin": "margin, dense",
     "siglip_margin": "siglip, negatives 0.1 above their match left out",
@@ -102,6 +103,11 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
             scale,
             group=group,
             options=ring,
+        )
+    if name == "hard_negatives":
+        with_captions = ContrastiveLoss("inf_cl", group=group, captions=1, options=ring)
+        return lambda images, texts, scale, bias: with_captions(
+            images, torch.stack([texts, texts.detach().roll(1, 1)], 1).flatten(0, 1), scale
         )
     if name == "nt_xent":
         return lambda images, texts, scale, bias: nt_xent_loss(*images.chunk(2), scale, group=group, options=ring)
