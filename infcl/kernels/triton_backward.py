@@ -45,6 +45,7 @@ from infcl.kernels.triton_launch import (
     chunk_shape,
     counted,
     ids_and_limits,
+    launch,
     launch_options,
     multiprocessors,
     same_ids,
@@ -105,7 +106,7 @@ def _accumulate(
         inner products of its probabilities with its own cosines and with the student's.
     """
     rows, columns = blocks.rows, blocks.columns
-    launch = launch_options(_LAUNCH, blocks)
+    options = launch_options(_LAUNCH, blocks)
     gain = 2.0**15 if rows.dtype == torch.float16 else 1.0
     bytes_per_entry = rows.dtype.itemsize + (0 if teacher is None else 4)
     processors = multiprocessors(rows.device)
@@ -114,12 +115,12 @@ def _accumulate(
     )
     workspace = rows.new_empty(height, width)
     sums = rows.new_zeros(3, processors, dtype=torch.float64)
-    run = partial(_d_logits, launch=launch, row_lse=row_lse, col_lse=col_lse, shift=shift, sums=sums)
+    run = partial(_d_logits, options=options, row_lse=row_lse, col_lse=col_lse, shift=shift, sums=sums)
     if teacher is not None:
         wanted, of_teacher = rows.new_empty(height, width, dtype=torch.float32), torch.zeros_like(sums)
         lse = teacher.row_lse, teacher.col_lse
         teacher_run = partial(
-            _d_logits, launch=launch, row_lse=lse[0], col_lse=lse[1], shift=middle(*lse), sums=of_teacher
+            _d_logits, options=options, row_lse=lse[0], col_lse=lse[1], shift=middle(*lse), sums=of_teacher
         )
         teacher = teacher._replace(blocks=_with_operands(teacher.blocks))
     operands = _with_operands(blocks)
@@ -153,7 +154,7 @@ def _d_logits(
     columns: slice,
     out: Tensor,
     *,
-    launch: dict,
+    options: dict,
     row_lse: Tensor | None,
     col_lse: Tensor | None,
     shift: Tensor,
@@ -167,7 +168,7 @@ def _d_logits(
     groups = None if blocks.groups is None else blocks.groups.part(rows, columns)
     limits = None if blocks.limits is None else blocks.limits.part(rows, columns)
     halves = _in_halves(sigmoid, blocks) or wanted is not None or out.dtype.itemsize > blocks.rows.dtype.itemsize
-    m, n, k = launch["BLOCK_M"], launch["BLOCK_N"], launch["BLOCK_K"]
+    m, n, k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
     tiles = triton.cdiv(num_rows, m) * triton.cdiv(num_columns, n)
     given = (
         TensorDescriptor.from_tensor(blocks.rows[rows], [m, k]),
@@ -187,9 +188,11 @@ def _d_logits(
         sums.shape[1],
     )
     for single in (True,) if sigmoid else (True, False):
-        _d_logits_kernel[(min(tiles, sums.shape[1]),)](
+        launch(
+            _d_logits_kernel,
+            min(tiles, sums.shape[1]),
             *given,
-            DIM=walked_dim(blocks.rows, launch),
+            DIM=walked_dim(blocks.rows, options),
             MASKED=blocks.masked and rows.start < columns.stop and columns.start < rows.stop,
             EDGE=num_rows % m + num_columns % n > 0,
             SIGMOID=sigmoid,
@@ -201,7 +204,7 @@ def _d_logits(
             LIMITED=limits is not None,
             TEACHER=wanted is not None,
             HALVES=halves,
-            **(launch if wanted is None else launch | {"num_stages": 2}),  # wanted takes 64 KiB of shared memory
+            **(options if wanted is None else options | {"num_stages": 2}),  # wanted takes 64 KiB of shared memory
         )
 
 

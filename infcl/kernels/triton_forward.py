@@ -27,6 +27,7 @@ from infcl.kernels.triton_launch import (
     aligned,
     counted,
     ids_and_limits,
+    launch,
     launch_options,
     multiprocessors,
     row_splits,
@@ -61,13 +62,13 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
     into the workspace, or have one block or split. With several chunks they are summed after each one: m = n = 1.
     """
     rows, columns, groups = blocks.rows, blocks.columns, blocks.groups
-    launch = launch_options(_LAUNCH, blocks)
+    options = launch_options(_LAUNCH, blocks)
     row_operand, column_operand = aligned(rows), aligned(columns)
     num_rows, num_columns = len(rows), len(columns)
-    row_tiles, column_tiles = triton.cdiv(num_rows, launch["BLOCK_M"]), triton.cdiv(num_columns, launch["BLOCK_N"])
+    row_tiles, column_tiles = triton.cdiv(num_rows, options["BLOCK_M"]), triton.cdiv(num_columns, options["BLOCK_N"])
     chunk_tiles = max(1, min(column_tiles, blocks.workspace_bytes // (4 * num_rows)))
     chunks = triton.cdiv(column_tiles, chunk_tiles)
-    width = min(num_columns, chunk_tiles * launch["BLOCK_N"])
+    width = min(num_columns, chunk_tiles * options["BLOCK_N"])
     splits = row_splits(
         row_tiles, chunk_tiles, multiprocessors(rows.device), most=max(1, blocks.workspace_bytes // (4 * width))
     )
@@ -77,11 +78,13 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
     if chunks > 1:
         row_sums = rows.new_zeros(1, num_rows, dtype=torch.float64)  # thousands of chunks are added one by one
         col_sums = rows.new_empty(1, num_columns, dtype=torch.float32)
-    rows_desc = TensorDescriptor.from_tensor(row_operand, [launch["BLOCK_M"], launch["BLOCK_K"]])
-    columns_desc = TensorDescriptor.from_tensor(column_operand, [launch["BLOCK_N"], launch["BLOCK_K"]])
+    rows_desc = TensorDescriptor.from_tensor(row_operand, [options["BLOCK_M"], options["BLOCK_K"]])
+    columns_desc = TensorDescriptor.from_tensor(column_operand, [options["BLOCK_N"], options["BLOCK_K"]])
     for first in range(0, column_tiles, chunk_tiles):
         tiles = min(chunk_tiles, column_tiles - first)
-        _tile_sums_kernel[(tiles * splits,)](
+        launch(
+            _tile_sums_kernel,
+            tiles * splits,
             rows_desc,
             columns_desc,
             blocks.scale,
@@ -95,17 +98,17 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
             first,
             splits,
             triton.cdiv(row_tiles, splits),
-            DIM=walked_dim(row_operand, launch),
+            DIM=walked_dim(row_operand, options),
             MASKED=blocks.masked,
-            EDGE=num_columns % launch["BLOCK_N"] != 0,
+            EDGE=num_columns % options["BLOCK_N"] != 0,
             GROUPED=groups is not None,
             POSITIVE=groups is not None and groups.positive,
             LIMITED=blocks.limits is not None,
-            **launch,
+            **options,
         )
         if chunks > 1:
             row_sums += row_partial[:tiles].sum(0)
-            done = col_sums[0, first * launch["BLOCK_N"] :][:width]
+            done = col_sums[0, first * options["BLOCK_N"] :][:width]
             torch.sum(col_partial[:, : len(done)], 0, out=done)
     return row_sums.float(), col_sums
 
@@ -187,9 +190,11 @@ def _repair(blocks: Blocks, row_lse: Tensor, col_lse: Tensor) -> None:
     This is rare, so the kernel is simple rather than fast, and its launch is cheap: one, without tensor descriptors.
     """
     rows, columns = blocks.rows, blocks.columns
-    launch = launch_options(_REPAIR_LAUNCH, blocks)
-    programs = [triton.cdiv(len(side), launch["BLOCK_N"]) for side in (rows, columns)]
-    _repair_kernel[(sum(programs),)](
+    options = launch_options(_REPAIR_LAUNCH, blocks)
+    programs = [triton.cdiv(len(side), options["BLOCK_N"]) for side in (rows, columns)]
+    launch(
+        _repair_kernel,
+        sum(programs),
         rows,
         columns,
         blocks.scale,
@@ -206,7 +211,7 @@ def _repair(blocks: Blocks, row_lse: Tensor, col_lse: Tensor) -> None:
         LIMITED=blocks.limits is not None,
         DIM=rows.shape[1],
         MASKED=blocks.masked,
-        **launch,
+        **options,
     )
 
 

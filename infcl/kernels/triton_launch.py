@@ -7,17 +7,53 @@ registers.
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infcl.kernels.tile import Blocks, Groups, Limits
 
 LOG2E = tl.constexpr(math.log2(math.e))
 _HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS
+
+_compiled: dict[tuple, Any] = {}
+
+
+def launch(kernel: Any, programs: int, *arguments: Tensor | TensorDescriptor | int, **constants: Any) -> None:
+    """Run `kernel[(programs,)](*arguments, **constants)` in less host time: 4 to 20 us instead of 25 to 100.
+
+    Triton examines every argument and option in each call to find the compiled kernel. Here only the first call of a
+    kind does so.
+
+    Args:
+        kernel: a @triton.jit function, whose constants come last.
+        arguments: of all parameters that are not constants.
+        constants: and launch options, such as num_warps.
+    """
+    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
+        kernel[(programs,)](*arguments, **constants)
+        return
+    device = triton.runtime.driver.active.get_current_device()
+    key = kernel.fn, device, *constants.items(), *map(_kind, arguments)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*arguments, **constants)
+    else:
+        compiled[programs, 1, 1](*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :]))
+
+
+def _kind(argument: Tensor | TensorDescriptor | int) -> tuple:
+    """Return what Triton compiles a kernel for."""
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument < 2**31
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument.base.dtype, *argument.block_shape
 
 
 def launch_options(table: dict[int, dict], blocks: Blocks) -> dict:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infcl.kernels.triton_launch import LOG2E
+from infcl.kernels.triton_launch import LOG2E, launch
 
 _HEADROOM = tl.constexpr(96.0)  # sums of up to 2^30 terms of at most 2^96 stay below 2^127
 _SMALLEST_SUM = tl.constexpr(2.0**-76)  # terms that underflow (below 2^-126) are at most 2^-50 of it
@@ -36,7 +36,9 @@ def _row_dots(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
     (a, b), (c, d), block = pairs[0], pairs[-1], 8
     results = [pair[0].new_empty(len(pair[0]), dtype=torch.float32) for pair in pairs]
     programs = [triton.cdiv(len(result), block) for result in results]
-    _row_dots_kernel[(sum(programs),)](
+    launch(
+        _row_dots_kernel,
+        sum(programs),
         a, b, results[0], len(a), a.stride(0), b.stride(0), c, d, results[-1], len(c), c.stride(0), d.stride(0),
         programs[0], DIM=a.shape[1], BLOCK=block, BLOCK_K=min(1024, triton.next_power_of_2(a.shape[1])), num_warps=4,
     )  # fmt: skip
@@ -89,8 +91,17 @@ def _block_of_dots(
 def reference(row_square: Tensor, col_square: Tensor, scale: Tensor) -> Tensor:
     """Compute `log2(e) * abs(scale) * sqrt(row_square.max()) * sqrt(col_square.max()) - 96`, f32 0-dim."""
     result = row_square.new_empty(())
-    _reference_kernel[(1,)](
-        row_square, col_square, scale, result, len(row_square), len(col_square), BLOCK=8192, num_warps=16
+    launch(
+        _reference_kernel,
+        1,
+        row_square,
+        col_square,
+        scale,
+        result,
+        len(row_square),
+        len(col_square),
+        BLOCK=8192,
+        num_warps=16,
     )
     return result
 
@@ -127,7 +138,9 @@ def finish(row_partial: Tensor, col_partial: Tensor, reference: Tensor) -> tuple
     """
     num_rows, num_columns, block = row_partial.shape[1], col_partial.shape[1], 128
     row_lse, col_lse = row_partial.new_empty(num_rows), col_partial.new_empty(num_columns)
-    _finish_kernel[(triton.cdiv(num_rows, block) + triton.cdiv(num_columns, block),)](
+    launch(
+        _finish_kernel,
+        triton.cdiv(num_rows, block) + triton.cdiv(num_columns, block),
         row_partial,
         col_partial,
         reference,
@@ -191,7 +204,7 @@ def _finish_block(
 def middle(row_lse: Tensor, col_lse: Tensor) -> Tensor:
     """Return the middle of all LSE in log2, f32 0-dim; NaN if their spread or size rules out a single exponential."""
     result = row_lse.new_empty(())
-    _middle_kernel[(1,)](row_lse, col_lse, result, len(row_lse), len(col_lse), BLOCK=8192, num_warps=16)
+    launch(_middle_kernel, 1, row_lse, col_lse, result, len(row_lse), len(col_lse), BLOCK=8192, num_warps=16)
     return result
 
 
@@ -229,7 +242,9 @@ def products_of_sums(
     """Compute torch_tile.products_of_sums, without the float32 copies: 1.1 of 47 ms for 65,536 rows on one H200."""
     starts = [F.pad(counts.cumsum(0), (1, 0)) for counts in (row_counts, col_counts)]
     totals = rows.new_empty(len(row_counts), dtype=torch.float32)
-    _products_of_sums_kernel[(len(row_counts),)](
+    launch(
+        _products_of_sums_kernel,
+        len(row_counts),
         rows,
         columns,
         row_order,
