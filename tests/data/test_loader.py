@@ -63,12 +63,6 @@ def test_image_and_caption_of_a_sample_stay_together(shards, tokenizer):
                 assert (image.float() - expected).abs().mean() < 25  # the crop is 20 of 24 columns, somewhere
 
 
-def test_an_epoch_visits_every_sample_once_and_epochs_differ(shards, tokenizer):
-    loader = step_loader(shards, tokenizer, micro_batch_size=1, num_micro_batches=1)
-    first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
-    assert sorted(first) == sorted(second) == list(range(53)) and first != second
-
-
 def test_the_sequence_does_not_depend_on_the_number_of_workers(shards, tokenizer):
     expected = digest(step_loader(shards, tokenizer))
     for num_workers in (1, 2):
@@ -94,47 +88,29 @@ def test_workers_read_the_next_epoch_while_the_rank_evaluates(shards, tokenizer,
     assert decoded.value >= used + 6, f"{decoded.value} samples decoded, {used} in the epoch"
 
 
-def test_a_resumed_run_continues_bit_identically(shards, tokenizer):
-    whole = digest(loader := step_loader(shards, tokenizer)) + digest(loader) + digest(loader)
-    for stop in (0, 3, 8, 13):
-        loader, seen = step_loader(shards, tokenizer), []
-        while len(seen) < stop:
-            for step in loader:
-                seen.append(step)
-                state = json.loads(json.dumps(loader.state_dict()))
-                if len(seen) == stop:
-                    break
-        resumed = step_loader(shards, tokenizer, workers=stop % 2)
-        if stop:
-            resumed.load_state_dict(state)
-        rest = digest(resumed)
-        while stop + len(rest) < len(whole):
-            rest += digest(resumed)
-        assert rest == whole[stop:]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_stop_with_any_workers_continues_the_uninterrupted_run_of_three_epochs(shards, tokenizer, world_size):
-    """The resume proof, by ids, crops and texts of each rank."""
+    """The resume proof, by ids, crops and texts of each rank; of the first rank also at the end of an epoch."""
     sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
     rng = random.Random(world_size)
     for rank in range(world_size):
         loader = step_loader(shards, tokenizer, rank=rank, **sizes)
         whole = [entry for _ in range(3) for entry in digest(loader)]
-        stop, workers = rng.randrange(1, len(whole)), rng.sample([0, 1, 2], 2)
-        first = step_loader(shards, tokenizer, rank=rank, workers=workers[0], **sizes)
-        seen = digest(first, stop)
-        second = step_loader(shards, tokenizer, rank=rank, workers=workers[1], **sizes)
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert seen + digest(second, len(whole) - stop) == whole, (rank, stop, workers)
+        for stop in [rng.randrange(1, len(whole)), *[len(whole) // 3] * (rank == 0)]:
+            workers = rng.sample([0, 1, 2], 2)
+            first = step_loader(shards, tokenizer, rank=rank, workers=workers[0], **sizes)
+            seen = digest(first, stop)
+            second = step_loader(shards, tokenizer, rank=rank, workers=workers[1], **sizes)
+            second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            assert seen + digest(second, len(whole) - stop) == whole, (rank, stop, workers)
 
 
 def test_a_change_of_world_size_regroups_the_same_samples_with_the_same_crops(shards, tokenizer):
     def steps(world_size: int) -> list[dict[int, bytes]]:
-        sizes = {"micro_batch_size": 3, "num_micro_batches": 4 // world_size, "world_size": world_size}
+        sizes = {"micro_batch_size": 2, "num_micro_batches": 6 // world_size, "world_size": world_size}
         loaders = [step_loader(shards, tokenizer, rank=rank, **sizes) for rank in range(world_size)]
         if world_size > 1:  # as after a resume in the middle of an epoch
-            state = step_loader(shards, tokenizer, micro_batch_size=3, num_micro_batches=4).state_dict()
+            state = step_loader(shards, tokenizer, micro_batch_size=2, num_micro_batches=6).state_dict()
             for loader in loaders:
                 loader.load_state_dict(state | {"epoch": 1, "step": 2})
         else:
@@ -145,7 +121,7 @@ def test_a_change_of_world_size_regroups_the_same_samples_with_the_same_crops(sh
         ]
 
     expected = steps(1)
-    assert len(expected) == 2 and steps(2) == steps(4) == expected
+    assert [len(step) for step in expected] == [12, 12] and steps(2) == steps(3) == expected
 
 
 def test_workers_tell_their_memory(shards, tokenizer):
@@ -161,17 +137,6 @@ def test_starting_an_epoch_leaves_the_global_random_state_alone(shards, tokenize
     torch.manual_seed(1)
     next(iter(step_loader(shards, tokenizer)))
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_ranks_are_disjoint_and_the_global_batch_does_not_depend_on_their_number(shards, tokenizer):
-    expected = [
-        sorted(step) for step in sample_numbers(step_loader(shards, tokenizer, micro_batch_size=2, num_micro_batches=6))
-    ]
-    for world_size, micro_batches in [(2, 3), (3, 2)]:
-        sizes = {"micro_batch_size": 2, "num_micro_batches": micro_batches, "world_size": world_size}
-        ranks = [sample_numbers(step_loader(shards, tokenizer, rank=rank, **sizes)) for rank in range(world_size)]
-        assert [sorted(sum(step, [])) for step in zip(*ranks)] == expected
-        assert all(len(set(step)) == 12 for step in expected)
 
 
 def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, tokenizer):
@@ -258,13 +223,9 @@ def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, 
     assert caplog.text.count("not_an_image") == 3  # once for each loader
     assert "damaged shard" in caplog.text
     assert not (faulty / "executed").exists()
-
-
-def test_too_many_bad_samples_end_the_run_with_a_table_of_causes(faulty, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.loader._BAD_ALLOWED", 0)
-    loader = step_loader(str(faulty / "a"), tokenizer, max_bad_fraction=0.05)
     with pytest.raises(TooManyBadSamples, match="more than --max-bad-fraction 0.05 allows of 30(.|\n)*skipped/"):
-        list(loader)
+        list(step_loader(str(faulty / "a"), tokenizer, max_bad_fraction=0.05))
 
 
 @pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])
@@ -453,7 +414,6 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
     [
         ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that", "signal: Bus error. It is"),
         ("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details", "unexpectedly with exit code 3."),
-        ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "(pid(s) 12, 13) exited unexpectedly; its"),
         ("DataLoader timed out after 3 seconds", None),
         ("a worker (pid 12) is killed by signal: Killed.", None),
     ],
