@@ -43,6 +43,7 @@ def layout(config, world_size, preset, **changes):
 @pytest.mark.parametrize(
     "path",
     [
+        [(3, "zero1"), (2, "zero3_offload")],
         [(4, "zero1"), (2, "zero3"), (1, "zero0"), (4, "zero2")],
         [(3, "zero3"), (1, "zero3")],
         [(2, "zero3_offload"), (3, "zero1")],

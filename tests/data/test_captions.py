@@ -30,6 +30,11 @@ def renamed(i: int, sample: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
     return [(f"{i:02d}{name[4:]}", data) for name, data in sample]
 
 
+@pytest.fixture(autouse=True)
+def few_attempts(monkeypatch):
+    monkeypatch.setattr("infcl.data.indexed._ATTEMPTS", 100)  # data without any usable sample ends soon
+
+
 @pytest.fixture
 def shards(tmp_path):
     """Twelve images of three different pictures, with 1, 3 or 5 captions in json."""
@@ -42,18 +47,25 @@ def epoch(loader) -> list[dict[str, torch.Tensor]]:
     return [batch for step in loader for batch in step]
 
 
-def test_a_text_and_the_entries_of_a_list_in_json_are_captions(tmp_path):
+def test_a_text_else_the_entries_of_the_first_json_key_with_text_are_captions(tmp_path):
     def of(text: bytes | None, metadata: dict | None = None, keys: SampleKeys = DEFAULT_KEYS, **options) -> list[str]:
         return decode_captions(Record(None, text, json.dumps(metadata or {}).encode(), "here"), keys, **options)[0]
 
     assert of(b"a cat\r\n\n?!\na dog\n") == ["a cat\r\n\n?!\na dog\n"]
     assert of(b"a cat\r\n\n?!\na dog\n", lines=True) == ["a cat", "a dog"]
-    assert of(None, {"caption": ["a", " ", 3, "b"]}) == ["a", "b"]
-    assert of(b"x", {"long": [], "short": "b"}, SampleKeys(json_text="long;short")) == ["b"]
-    for text, metadata, cause in ((b" \n?", None, "empty_caption"), (None, {"caption": [3]}, "no_caption")):
+    assert of(b"a text", {"caption": "b"}) == ["a text"] and of(None, {"caption": ["a", " ", 3, "b"]}) == ["a", "b"]
+    keys = SampleKeys(json_text="long;short")
+    assert of(b"x", {"long": "a", "short": "b"}, keys) == ["a"]
+    for nothing in ({}, {"long": []}, {"long": " "}):
+        assert of(b"x", {**nothing, "short": "b"}, keys) == ["b"]
+    for cause, given in {
+        "empty_caption": (b" \n?", None),
+        "no_caption": (None, {"caption": [3]}),
+        "no_caption ": (b"x", {"long": 3}, keys),
+    }.items():
         with pytest.raises(BadSample) as caught:
-            of(text, metadata)
-        assert caught.value.cause == cause
+            of(*given)
+        assert caught.value.cause == cause.strip()
 
 
 @pytest.mark.parametrize("kind", ["txt", "csv"])

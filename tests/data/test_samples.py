@@ -1,5 +1,4 @@
 import io
-import json
 import re
 import struct
 import subprocess
@@ -12,7 +11,6 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from infcl.data.captions import decode_captions
 from infcl.data.images import ImageLimits, decode_image, open_image, reject_damage
-from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import BadSample, Record
 from infcl.data.transforms import TRANSFORM_DRAWS, EvalTransform, TrainTransform, resize
@@ -242,13 +240,6 @@ def test_mutated_images_never_raise_anything_but_bad_sample():
             except BadSample:
                 continue
             assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
-
-
-def test_captions_come_from_the_text_then_from_json():
-    metadata = json.dumps({"caption": "from json", "other": "a second one"}).encode()
-    assert decode_captions(record(text=b"from text", metadata=metadata)) == (["from text"], [])
-    assert decode_captions(record(metadata=metadata)) == (["from json"], [])
-    assert decode_captions(record(metadata=metadata), SampleKeys(json_text="other")) == (["a second one"], [])
 
 
 @pytest.mark.parametrize(

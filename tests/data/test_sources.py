@@ -10,7 +10,7 @@ from infcl.config import parse_factors
 from infcl.data.captions import decode_captions
 from infcl.data.index import SampleKeys
 from infcl.data.plan import EpochPlan, epoch_size
-from infcl.data.records import BadSample, Record
+from infcl.data.records import Record
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
 from tests.lib.small_loader import small_loader
 
@@ -63,16 +63,6 @@ def test_upsampled_sources_resume_and_do_not_depend_on_workers(tmp_path, tokeniz
 
 def json_record(**values) -> Record:
     return Record(b"", b"never read", json.dumps(values).encode(), "here")
-
-
-def test_the_first_json_key_that_has_text_is_the_caption():
-    keys = SampleKeys(json_text="long;short")
-    assert decode_captions(json_record(long="a", short="b"), keys)[0][0] == "a"
-    assert decode_captions(json_record(long=" ", short="b"), keys)[0][0] == "b"
-    assert decode_captions(json_record(short="b"), keys)[0][0] == "b"
-    with pytest.raises(BadSample) as caught:
-        decode_captions(json_record(long=3), keys)
-    assert caught.value.cause == "no_caption"
 
 
 def test_json_keys_are_drawn_by_their_weights_and_zero_comes_last():

@@ -345,6 +345,7 @@ def run_module(*arguments):
     return subprocess.run([*command, "--device", "cpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 def test_torchrun_starts_it_and_a_table_is_printed(data, exports):
     torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "--standalone", "-m", "infcl.evaluate")
     arguments = ("--task", "retrieval", "--data", data / "list" / "captions.jsonl")

@@ -13,9 +13,6 @@ from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import worst_error
 
-import_open_clip()
-pytest.importorskip("open_clip_train.params")
-
 STEPS, ROWS = 20, 4
 MODEL = {
     "embed_dim": 12,
@@ -24,10 +21,16 @@ MODEL = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _is_installed():
+    import_open_clip()
+    pytest.importorskip("open_clip_train.params")
+
+
 def train(rank: int, world_size: int, folder: str, ours: bool, flags: tuple[str, ...]):
     """Weights after open_clip_train.main.main, of rank 0."""
     sys.modules.setdefault("pandas", types.ModuleType("pandas"))  # for tables of images only
-    import open_clip
+    open_clip = import_open_clip()
     from open_clip_train import data, main
 
     from infcl.integrations.open_clip import use_ring_loss

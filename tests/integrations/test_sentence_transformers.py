@@ -9,14 +9,19 @@ from tests.lib.open_clip_stub import import_transformers
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import adamw, worst_error
 
-import_transformers()
-pytest.importorskip("sentence_transformers", exc_type=ImportError)
-
 STEPS, ROWS, SIZE = 3, 5, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _is_installed():
+    """Import them when these tests run: every worker of a suite imports this file."""
+    import_transformers()
+    pytest.importorskip("sentence_transformers", exc_type=ImportError)
 
 
 def make_model(dropout: float = 0.1):
     """A small BERT with mean pooling."""
+    import_transformers()
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling
     from transformers import BertConfig, BertModel
@@ -97,9 +102,9 @@ def train(rank: int, world_size: int, columns: int, symmetric: bool):
     return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("world_size", "columns", "symmetric"), [(1, 2, True), (2, 2, False), (2, 4, True), (3, 3, False)]
+    ("world_size", "columns", "symmetric"), [(2, 4, True), (1, 2, True), (2, 2, False), (3, 3, False)]
 )
 def test_three_steps_equal_those_of_one_float64_process(world_size, columns, symmetric):
     losses, state = run_ranks(train, world_size, columns, symmetric)[0]
@@ -137,9 +142,11 @@ def both_losses(rank: int, world_size: int, symmetric: bool, directions: tuple[s
     return results
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("world_size", "symmetric", "directions"),
-    [(1, True, DIRECTIONS[0]), *((size, False, of) for size, of in zip((1, 2, 3, 2), DIRECTIONS))],
+    [(2, False, DIRECTIONS[3]), (1, True, DIRECTIONS[0])]
+    + [(size, False, of) for size, of in zip((1, 2, 3), DIRECTIONS)],
 )
 def test_loss_and_gradients_equal_those_of_the_package(world_size, symmetric, directions):
     ranks = run_ranks(both_losses, world_size, symmetric, directions)

@@ -1,7 +1,8 @@
 """The Triton tile computes what the reference tile computes: in Triton's interpreter on a CPU, and on a GPU.
 
-Each check takes a device. On a CPU they run in a process of their own, since TRITON_INTERPRET must be set before Triton
-is imported: `TRITON_INTERPRET=1 python -m tests.kernels.test_triton_tile`. Without bf16 products; a GPU has them.
+Each check takes a device and the dtypes of its features. On a CPU they run in a process of their own, since
+TRITON_INTERPRET must be set before Triton is imported: `TRITON_INTERPRET=1 python -m tests.kernels.test_triton_tile`,
+and the names of the dtypes. Without bf16 products; a GPU has them.
 """
 
 import itertools
@@ -81,25 +82,25 @@ def _check_scale_gradient(value, expected, wide, row_mass):
     assert abs(value - expected) <= 3e-5 * len(wide[0]) * row_mass * cosines + 1e-30, (value, expected)
 
 
-def check_odd_shapes(device):
+def check_odd_shapes(device, dtypes):
     for rows, columns, dim in SHAPES:
-        for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
+        for dtype in dtypes:
             workspaces = (2**14, 2**22) if 4 * rows * columns > 2**14 else (2**22,)  # of several chunks, or of one
             _check_tile(device, rows, columns, dim, "random", 20.0, dtype, workspaces)
 
 
-def check_adversarial_features(device):
-    for kind in FEATURES:
-        _check_tile(device, 70, 70, 24, kind, 100.0 if kind != "long" else 0.001, torch.float32, workspaces=(2**22,))
-        for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
-            if kind != "long":  # their norms are no float16
-                _check_tile(device, 40, 40, 24, kind, 100.0, dtype, workspaces=(2**22,))
+def check_adversarial_features(device, dtypes):
+    for kind, dtype in itertools.product(FEATURES, dtypes):
+        if dtype == torch.float32:
+            _check_tile(device, 70, 70, 24, kind, 100.0 if kind != "long" else 0.001, dtype, workspaces=(2**22,))
+        elif kind != "long":  # their norms are no float16
+            _check_tile(device, 40, 40, 24, kind, 100.0, dtype, workspaces=(2**22,))
 
 
-def check_features_that_start_anywhere_in_memory(device):
+def check_features_that_start_anywhere_in_memory(device, dtypes):
     """Not at a multiple of 16 bytes: a slice of a flat buffer. Equal bits, but of float32 gradients on a GPU, where
     loads of another width add up in another order."""
-    for dtype in (torch.float16, torch.float32):
+    for dtype in {*dtypes} & {torch.float16, torch.float32}:
         flat = torch.cat([side.flatten() for side in features("random", 6, 24, dtype)]).to(device)
         shifted = torch.cat([flat[:1], flat])[1:]
         (expected, d_expected), (value, d_value) = (
@@ -114,7 +115,7 @@ def check_features_that_start_anywhere_in_memory(device):
         torch.testing.assert_close(d_value, d_expected, **rounding)
 
 
-def check_a_workspace_of_one_byte(device):
+def check_a_workspace_of_one_byte(device, dtypes):
     images, texts = (side.to(device) for side in features("random", 20, 24))
     small, usual = (
         inf_cl_loss(images.requires_grad_(), texts, 10.0, options=RingOptions("triton", workspace_bytes=size))
@@ -124,12 +125,12 @@ def check_a_workspace_of_one_byte(device):
     torch.testing.assert_close((small, gradients[0]), (usual, gradients[1]))
 
 
-def check_scales_of_one_and_below(device):
+def check_scales_of_one_and_below(device, dtypes):
     for scale in (0.0, 1.0, -30.0):
         _check_tile(device, 70, 70, 24, "random", scale, torch.float32, workspaces=(2**22,))
 
 
-def check_huge_norms_stay_finite(device):
+def check_huge_norms_stay_finite(device, dtypes):
     for norm in (1e3, 1e15):
         images, texts = (norm * f.to(device) for f in features("random", 33, 24))
         images.requires_grad_(), texts.requires_grad_()
@@ -144,7 +145,7 @@ def check_huge_norms_stay_finite(device):
             assert gradients[0].isfinite().all() and gradients[1].isfinite().all()
 
 
-def check_whole_loss(device):
+def check_whole_loss(device, dtypes):
     for name in ("inf_cl", "siglip"):
         for kind in ("random", "aligned"):
             case = Case(name, 70, 40, 50.0, kind, bias=-5.0)
@@ -158,7 +159,7 @@ def check_whole_loss(device):
                 assert error < 1e-5, (case, field, error)
 
 
-def check_tails_are_precise(device):
+def check_tails_are_precise(device, dtypes):
     """Losses next to nothing, relative to themselves: pairs told apart, and SigLIP's far below its bias."""
     for name, kind, bias in (("inf_cl", "apart", 0.0), ("siglip", "aligned", -30.0), ("siglip", "aligned", -45.0)):
         case = Case(name, 40, 256, 100.0, kind, bias=bias)
@@ -168,9 +169,9 @@ def check_tails_are_precise(device):
         assert relative_error(result.d_images, reference.d_images) < 1e-3, case
 
 
-def check_gradients_of_sixteen_bit_features(device):
+def check_gradients_of_sixteen_bit_features(device, dtypes):
     """Off by 2e-3 at most, with the loss multiplied as fp16 trainings do: fp16 hardly holds gradients of 1e-8."""
-    for dtype in (torch.float16,) + (torch.bfloat16,) * (device == "cuda"):
+    for dtype in {*dtypes} - {torch.float32}:
         for kind in ("random", "training", "apart"):
             images, texts = (side.to(device).requires_grad_() for side in features(kind, 150, 100, dtype))
             loss = inf_cl_loss(images, texts, 100.0, options=RingOptions("triton", workspace_bytes=2**16))
@@ -203,16 +204,16 @@ def _check_losses(device, rows, dim, dtype, workspace_bytes, kind="random"):
             assert error < (tolerance if field in ("d_images", "d_texts") else 2e-5), (case, field, error)
 
 
-def check_other_losses_and_ids(device):
-    for dtype in (torch.float16, torch.float32) + (torch.bfloat16,) * (device == "cuda"):
+def check_other_losses_and_ids(device, dtypes):
+    for dtype in dtypes:
         _check_losses(device, 150, 40, dtype, 2**14)
     _check_losses(device, 70, 24, torch.float32, 2**20, "opposite")  # statistics are repaired
 
 
-def check_distillation(device):
+def check_distillation(device, dtypes):
     """In chunks and in one; with the cancellation of a student that is close to its teacher, too."""
-    kinds = [(torch.float16, 2**14), (torch.float32, 2**14), (torch.float32, 2**22)]
-    for dtype, workspace_bytes in kinds + [(torch.bfloat16, 2**14)] * (device == "cuda"):
+    kinds = [(dtype, 2**14) for dtype in dtypes] + [(torch.float32, 2**22)] * (torch.float32 in dtypes)
+    for dtype, workspace_bytes in kinds:
         for teacher_kind, tolerance in (("random", 1e-3), ("training", 4e-3)):
             sides = [side.to(device) for side in features("training", 150, 40, dtype)]
             teacher = [side.to(device) for side in features(teacher_kind, 150, 24, dtype, seed=1)]
@@ -231,7 +232,7 @@ def check_distillation(device):
                 assert relative_error(gradient, true) < bound, (dtype, workspace_bytes, teacher_kind)
 
 
-def check_results_are_bitwise_repeatable(device):
+def check_results_are_bitwise_repeatable(device, dtypes):
     """Of every loss; many queries share a document, whose gradient sums their parts."""
     rows, calls, workspace_bytes = (300, 3, 2**16) if device == "cuda" else (150, 2, 2**14)  # several tiles either way
     options = {"dtype": torch.float16, "bias": -5.0, "workspace_bytes": workspace_bytes}
@@ -243,7 +244,7 @@ def check_results_are_bitwise_repeatable(device):
         assert all(torch.equal(a, b) for again in others for a, b in zip(first, again)), case
 
 
-def check_bytes_per_row_are_constant(device):
+def check_bytes_per_row_are_constant(device, dtypes):
     """With the launches of a GPU of 132 multiprocessors, whose programs share columns."""
     with (
         mock.patch("infcl.kernels.triton_forward.multiprocessors", return_value=132),
@@ -256,10 +257,12 @@ def check_bytes_per_row_are_constant(device):
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def test_the_triton_tile_is_exact_in_the_interpreter():
+@pytest.mark.first(1)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_triton_tile_is_exact_in_the_interpreter(dtype):
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_triton_tile"],
+        [sys.executable, "-m", "tests.kernels.test_triton_tile", dtype],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -271,7 +274,7 @@ def test_the_triton_tile_is_exact_in_the_interpreter():
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_gpu(check):
-    check("cuda")
+    check("cuda", (torch.float16, torch.float32, torch.bfloat16))
 
 
 @pytest.mark.gpu
@@ -361,5 +364,5 @@ def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
 
 if __name__ == "__main__":
     for check in CHECKS:
-        check("cpu")
+        check("cpu", [getattr(torch, name) for name in sys.argv[1:]])
         print(check.__name__, "passed")

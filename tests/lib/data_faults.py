@@ -236,7 +236,7 @@ def run_case(case: Callable[[Place], str], reader: str, folder: Path, tokenizer:
         before = options.pop("before", None)
         storage = {"TIMEOUT": 5.0, "ATTEMPTS": 3, "BACKOFF": 0.01} | options.pop("storage", {})
         if reader == "streaming":
-            options |= {"num_samples": 200, "dataset_type": "streaming"}
+            options |= {"num_samples": 100, "dataset_type": "streaming"}
         try:
             with patch.multiple("infcl.data.storage", **storage):
                 loader = small_loader(
@@ -282,7 +282,7 @@ every case.
 
 A case is 30 good samples in three shards and one fault; most cases add a shard with one more good sample. "Used" counts
 the different samples that one epoch used. Nothing crashed, hung or executed a byte of the data. A replacement may be
-bad too, so a cause can count more than once. The streaming reader goes around its shards until it has 33 samples or 200
+bad too, so a cause can count more than once. The streaming reader goes around its shards until it has 33 samples or 100
 steps, so only its causes are shown. A stalled read ends after 0.15 s here and is tried three times.
 [Faults](faults.md#data) explains the names.
 

@@ -140,6 +140,7 @@ def test_a_checkpoint_around_a_loss_computes_it_again(name):
     assert all(torch.equal(a, b) for a, b in zip(plain, again))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_a_compiled_caller_runs_a_loss_eagerly(name):
     """A graph break: the same loss and gradients to the bit, with the caller's own graphs around it."""

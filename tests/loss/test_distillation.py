@@ -62,6 +62,7 @@ def on_rank(rank, world_size, ring):
     return [with_gradients(ours, case, rank, world_size, **options) for case in CASES]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("world_size", "ring"), [(1, {}), (2, {}), (3, {}), (4, {}), (4, {"ring": "two-level", "ranks_per_node": 2})]
 )

@@ -135,6 +135,7 @@ def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring, teacher_w
     return live.most
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("loss", "precision", "world_size"), [("inf_cl", "fp32", 4), ("inf_cl", "bf16", 6), ("siglip", "bf16", 4)]
 )

@@ -62,13 +62,18 @@ def norms_before_the_step(engine) -> list[float]:
     return engine.grad_norms().tolist()
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("preset", "precision", "within"),
     [
-        *((f"zero{stage}", "fp32", 1e-4) for stage in (0, 1, 2, 3)),
-        *((f"zero{stage}", "bf16", 2e-2) for stage in (1, 2, 3)),
+        ("zero0", "fp32", 1e-4),
+        ("zero1", "bf16", 2e-2),
+        ("zero3", "fp32", 1e-4),
+        ("offloaded 2", "fp32", 1e-4),
+        *((f"zero{stage}", "fp32", 1e-4) for stage in (1, 2)),
+        *((f"zero{stage}", "bf16", 2e-2) for stage in (2, 3)),
         ("zero3_offload", "fp32", 1e-4),
-        *((f"offloaded {stage}", "fp32", 1e-4) for stage in (1, 2)),
+        ("offloaded 1", "fp32", 1e-4),
         ("offloaded 2", "bf16", 2e-2),
     ],
 )

@@ -45,12 +45,15 @@ def test_storage_that_fails_at_the_end_ends_the_run_with_one_line_and_a_code_of_
     assert "start again with --resume latest" in ended.stderr
 
 
-def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path):
+@pytest.mark.first(1)
+@pytest.mark.parametrize("start", [forked, launch])
+def test_a_run_trains_and_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path, start):
     arguments = command(
         demo_folder, tmp_path, "--deepspeed_config", "ds_configs/zero3.json", "--grad-checkpointing",
-        "--val-data", f"{demo_folder}/val", "--zeroshot-data", f"{demo_folder}/zeroshot",
+        "--val-data", f"{demo_folder}/val", "--zeroshot-data", f"{demo_folder}/zeroshot", "--device", "cpu",
+        *(("--workers", "0") if start is forked else ()),
     )  # fmt: skip
-    first = launch(arguments, 2)
+    first = start(arguments, 2)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "FutureWarning" not in first.stderr
     for shown in ("zero-shot top-1", "image->text recall@1", "peak memory", "loss curve", "exported model"):
@@ -58,7 +61,7 @@ def test_the_launcher_trains_evaluates_and_a_second_start_does_not_train_again(d
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["zero_stage"], summary["world_size"], summary["samples_seen"]) == (3, 2, 3 * 64)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    second = forked([*arguments, "--resume", "latest"], 2)
+    second = forked([*arguments, "--resume", "latest", "--workers", "0"], 2)
     assert second.returncode == 0 and "is finished" in second.stdout and "zero-shot top-1" in second.stdout
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
