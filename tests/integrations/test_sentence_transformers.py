@@ -5,11 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.lib.open_clip_stub import import_transformers
+from tests.lib.open_clip_stub import declare_torchvision_operators, import_transformers
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import adamw, worst_error
 
 STEPS, ROWS, SIZE = 3, 5, 2
+declare_torchvision_operators()  # on the ranks too
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +22,6 @@ def _is_installed():
 
 def make_model(dropout: float = 0.1):
     """A small BERT with mean pooling."""
-    import_transformers()
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling
     from transformers import BertConfig, BertModel

@@ -17,12 +17,13 @@ from torch import nn
 
 from infcl import Encoders, contrastive_step, inf_cl_loss, info_nce_loss, siglip_loss, split_batch
 from infcl.engine.engine import _import_deepspeed
-from tests.lib.open_clip_stub import import_transformers
+from tests.lib.open_clip_stub import declare_torchvision_operators, import_transformers
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.step_oracle import adamw, worst_error
 
 STEPS, ROWS, SIZE = 3, 5, 2  # rows of a rank, of which three micro-batches are made: 2, 2, 1
 LOSSES = {"inf_cl": inf_cl_loss, "siglip": siglip_loss}
+declare_torchvision_operators()  # on the ranks too
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +33,6 @@ def _are_installed():
 
 
 def bert():
-    import_transformers()
     from transformers import BertConfig, BertModel
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -41,7 +41,6 @@ def bert():
 
 
 def vit():
-    import_transformers()
     import timm
 
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 16}

@@ -12,9 +12,9 @@ from tests.lib.small_loader import caption_tokenizer
 from tests.lib.training import demo_config, new_trainer
 
 CASES = {
+    "negatives by caption": {"duplicates": "mask:caption", "negatives_key": "hard"},
     "mask by key": {"duplicates": "mask:key:group"},
     "siglip": {"duplicates": "mask", "loss": "siglip"},
-    "negatives by caption": {"duplicates": "mask:caption", "negatives_key": "hard"},
     "all": {"captions_per_image": 3, "negatives_key": "hard", "duplicates": "positive", "pack_captions": "on"},
 }
 
@@ -43,7 +43,7 @@ def fit(rank, world_size, config: TrainConfig):
     return None if rank else read_metrics(trainer.run.metrics, "train")
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, case):
     curves = []
