@@ -264,7 +264,7 @@ def test_unusable_captions_are_rejected_with_their_cause(text, metadata, cause):
 
 def test_malformed_captions_are_repaired_and_noted():
     assert decode_captions(record(text="caf\u00e9".encode("latin-1"))) == (["caf\ufffd"], ["caption_not_utf8"])
-    (caption,), notes = decode_captions(record(text="a\u00e9".encode() * 2000))  # the cut falls inside a character
+    (caption,), notes = decode_captions(record(text="\u00e9a".encode() * 2000))  # the cut falls inside a character
     assert notes == ["caption_cut"] and len(caption.encode()) <= 4096 and "\ufffd" not in caption
     assert decode_captions(record(metadata=b'{"caption": "lone \\ud800 surrogate"}'))[0] == ["lone ? surrogate"]
 
