@@ -82,7 +82,7 @@ def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> No
 
 def slowest_ranks(demo_folder, logs, where: str, naps: list[float], **changes) -> list[tuple[int, float]]:
     """Return (rank, its own seconds) of the slowest rank of each of four logged steps."""
-    config = demo_config(demo_folder, logs, batch_size=9, accum_freq=1, steps=4, log_every_n_steps=1, **changes)
+    config = demo_config(demo_folder, logs, batch_size=8, accum_freq=1, steps=4, log_every_n_steps=1, **changes)
     run_ranks(fit_with_naps, len(naps), config, where, naps)
     records = read_metrics(logs / "run" / "metrics.jsonl", "train")
     return [(record["slowest_rank"], record["seconds_own_slowest"]) for record in records]
