@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from infcl.checkpoint.load import (
-    checkpoint_step,
-    complete_checkpoints,
-    consolidated_state_dict,
-)
+from infcl.checkpoint.load import checkpoint_step, complete_checkpoints, consolidated_state_dict
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.report.records import read_records
 from tests.lib.engine_steps import engine_on_cpu
@@ -32,10 +28,7 @@ GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
 
 def layout(config, world_size, preset, **changes):
     return dataclasses.replace(
-        config,
-        batch_size=GLOBAL_BATCH // world_size // 2,
-        deepspeed_config=f"ds_configs/{preset}.json",
-        **changes,
+        config, batch_size=GLOBAL_BATCH // world_size // 2, deepspeed_config=f"ds_configs/{preset}.json", **changes
     )
 
 

@@ -106,10 +106,7 @@ def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
     ("ssh", "error"),
     [
         ("echo last login: today", "cannot read its report or clock, 'last login: today' and 'last login: today'"),
-        (
-            'case "${@: -1}" in date*) ;; *) echo "{}";; esac',
-            "cannot read its report or clock, '{}' and ''",
-        ),
+        ('case "${@: -1}" in date*) ;; *) echo "{}";; esac', "cannot read its report or clock, '{}' and ''"),
         ("echo no route >&2; exit 255", "ssh failed: no route"),
         (None, "ssh cannot be run here: No such file or directory"),
     ],

@@ -11,15 +11,7 @@ import psutil
 import pytest
 
 from tests.lib.checkout import ROOT
-from tests.lib.cluster_run import (
-    DEEPSPEED,
-    MARKS,
-    flags,
-    launch_script,
-    ranks_on,
-    start,
-    train,
-)
+from tests.lib.cluster_run import DEEPSPEED, MARKS, flags, launch_script, ranks_on, start, train
 from tests.lib.entry import alone, losses
 from tests.lib.hosts import Hosts
 from tests.lib.waiting import finish, wait_until

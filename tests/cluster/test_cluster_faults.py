@@ -12,16 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.checkout import ROOT
-from tests.lib.cluster_run import (
-    MARKS,
-    flags,
-    launch_script,
-    ranks_on,
-    small_disk,
-    start,
-    train,
-    wait_until_gone,
-)
+from tests.lib.cluster_run import MARKS, flags, launch_script, ranks_on, small_disk, start, train, wait_until_gone
 from tests.lib.entry import alone, losses
 from tests.lib.hosts import PATH, Hosts
 from tests.lib.waiting import finish, wait_for_checkpoint, wait_until

@@ -12,15 +12,7 @@ import traceback
 
 import pytest
 
-from infcl.config import (
-    BatchPlan,
-    TrainConfig,
-    make_parser,
-    option_of,
-    parse_args,
-    settings_of,
-    total_steps,
-)
+from infcl.config import BatchPlan, TrainConfig, make_parser, option_of, parse_args, settings_of, total_steps
 from infcl.config.open_clip_flags import EQUIVALENTS, notes_on_ignored
 from infcl.config.preset import read_preset
 from infcl.config.redaction import redact_output, redacted
@@ -101,10 +93,7 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
-        (
-            ["--warmup", "5", "--warmup-samples", "640"],
-            "--warmup-samples 640: leave one of them out",
-        ),
+        (["--warmup", "5", "--warmup-samples", "640"], "--warmup-samples 640: leave one of them out"),
         (["--beta2", "1.0"], r"--beta2 1.0 must lie in \[0, 1\)"),
         (["--grad-clip-norm", "0"], "leave it out for none"),
         (["--wd", "nan"], "--wd nan must be a finite number"),

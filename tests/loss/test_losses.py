@@ -75,8 +75,7 @@ for margin in (-0.1, 0.0, 0.1, -2.0):  # from a few entries left out to all nega
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
-    "world_size, options",
-    [(2, {}), (1, {}), (3, {}), (4, {}), (4, {"ring": "two-level", "ranks_per_node": 2})],
+    "world_size, options", [(2, {}), (1, {}), (3, {}), (4, {}), (4, {"ring": "two-level", "ranks_per_node": 2})]
 )
 def test_losses_equal_their_dense_float64_definition(world_size, options):
     cases = [case.on(world_size) for case in CASES]

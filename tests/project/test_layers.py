@@ -43,11 +43,7 @@ PACKAGES = (
     "pretrain_clip",
 )
 
-HOMES = {
-    "deepspeed": "infcl/engine/*",
-    "megatron": "megatron_patches/*",
-    "triton": "infcl/*/triton_*",
-}
+HOMES = {"deepspeed": "infcl/engine/*", "megatron": "megatron_patches/*", "triton": "infcl/*/triton_*"}
 WITHOUT = {
     "torch.distributed": ("infcl/kernels/*", "infcl/data/*", "infcl/step/grad_cache.py"),
     "torch.autograd": ("infcl/kernels/*", "infcl/loss/links.py", "infcl/loss/ring.py"),
