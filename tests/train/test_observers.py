@@ -82,7 +82,7 @@ def fit_with_naps(rank, world_size, config, where: str, naps: list[float]) -> No
 
 def slowest_ranks(demo_folder, logs, where: str, naps: list[float], **changes) -> list[tuple[int, float]]:
     """Return (rank, its own seconds) of the slowest rank of each of four logged steps."""
-    config = demo_config(demo_folder, logs, batch_size=8, accum_freq=1, steps=4, log_every_n_steps=1, **changes)
+    config = demo_config(demo_folder, logs, batch_size=9, accum_freq=1, steps=4, log_every_n_steps=1, **changes)
     run_ranks(fit_with_naps, len(naps), config, where, naps)
     records = read_metrics(logs / "run" / "metrics.jsonl", "train")
     return [(record["slowest_rank"], record["seconds_own_slowest"]) for record in records]
@@ -99,5 +99,6 @@ def test_a_rank_that_is_late_in_every_step_is_the_slowest_one_in_the_metrics(dem
 @pytest.mark.parametrize(("where", "least", "most"), [("encoding", 0.0, 0.8), ("reading", 1.0, 99.0)])
 def test_of_ranks_that_share_a_model_only_late_data_counts(demo_folder, tmp_path, where, least, most):
     """They wait for each other in every layer, so all ranks of a slow one's group would look slow."""
-    found = slowest_ranks(demo_folder, tmp_path, where, [0.1, 1.0, 0.1, 0.1], tensor_parallel_size=2)
+    naps = [0.1, 1.0, 0.1, 0.1, 0.1, 0.1]
+    found = slowest_ranks(demo_folder, tmp_path, where, naps, tensor_parallel_size=3)
     assert all(least <= seconds < most for _, seconds in found), found
