@@ -73,6 +73,7 @@ def test_supervise_continues_with_three_of_four_hosts_and_reports_which_divide_t
     assert result.stdout == "a slots=8\nb slots=8\nd slots=8\n"
 
 
+@pytest.mark.long
 def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
     result = supervised_hosts(tmp_path, python=f'exec {shlex.quote(sys.executable)} "$@"\n')
     assert (result.returncode, result.stdout) == (0, "a slots=8\nb slots=8\nd slots=8\n"), result.stderr

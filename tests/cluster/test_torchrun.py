@@ -17,7 +17,7 @@ def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
     assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "code"),
     [

@@ -142,7 +142,7 @@ def both_losses(rank: int, world_size: int, symmetric: bool, directions: tuple[s
     return results
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("world_size", "symmetric", "directions"),
     [(2, False, DIRECTIONS[3]), (1, True, DIRECTIONS[0])]

@@ -87,7 +87,7 @@ def fp16_flags(path, stage: int) -> dict[str, str]:
     return {"precision": "fp16", "deepspeed_config": str(path)}
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "copies", "stage"), [(2, 2, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow), (2, 2, 3)]
 )

@@ -114,6 +114,7 @@ def test_a_distilled_run_is_split_as_a_plain_one(demo_folder, tmp_path, model):
     assert split == pytest.approx(plain, rel=2e-5)
 
 
+@pytest.mark.long
 def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one(demo_folder, tmp_path, model):
     flags = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
     flags |= {"steps": 3, "force_patch_dropout": None}

@@ -141,7 +141,7 @@ def _by_open_clip(config, weights, batches):
 recorded_names = ("image_features", "text_features")
 
 
-@pytest.mark.first(1)
+@pytest.mark.long  # of a trained model's features tests/convert/test_doors.py has a case in the first look
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=[pytest.mark.slow] * (family in ("eva", "siglip", "convnext"))) for family in FAMILIES],

@@ -56,7 +56,7 @@ def models(demo_folder, tmp_path_factory):
     return folder
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_continues_bit_for_bit(name, models, demo_folder, tmp_path):
     """Patch dropout on; saved after step 5, which is inside an epoch, and ended abruptly two steps later."""

@@ -60,13 +60,14 @@ def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder,
     assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["clip", "open_clip", "disco"])
 def test_the_dense_baselines_train_the_same_model(demo_folder, tmp_path, loss):
     config = demo_config(demo_folder, tmp_path, batch_size=16, loss=loss)
     assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
+@pytest.mark.long
 def test_siglip_trains_with_its_bias(demo_folder, tmp_path):
     """From scale 10 and bias -10 the first loss is a fixed number; two ranks must give what one gives."""
     flags = {"loss": "siglip", "steps": FIRST}
