@@ -32,7 +32,7 @@ def renamed(i: int, sample: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
 
 @pytest.fixture(autouse=True)
 def few_attempts(monkeypatch):
-    monkeypatch.setattr("infcl.data.indexed._ATTEMPTS", 100)  # data without any usable sample ends soon
+    monkeypatch.setattr("infcl.data.samples._BAD_IN_A_ROW", 100)  # data without any usable sample ends soon
 
 
 @pytest.fixture

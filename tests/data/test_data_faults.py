@@ -10,7 +10,7 @@ ROWS = {line.split(" | ")[0][2:]: line.strip(" |").split(" | ")[1:] for line in 
 @pytest.mark.parametrize("reader", ["indexed", "streaming"])
 @pytest.mark.parametrize("what, case, more", CASES, ids=[what for what, _, _ in CASES])
 def test_a_fault_costs_its_own_sample_and_is_counted(what, case, more, reader, tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("infcl.data.indexed._ATTEMPTS", 100)  # data that cannot be read at all ends soon
+    monkeypatch.setattr("infcl.data.samples._BAD_IN_A_ROW", 100)  # data that cannot be read at all ends soon
     outcome = run_case(case, reader, tmp_path, tokenizer)
     shown = ROWS[what][reader == "streaming"]
     assert not outcome.executed and bool(outcome.error) == shown.startswith("ends: ")

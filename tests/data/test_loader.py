@@ -174,7 +174,7 @@ def test_workers_that_would_overflow_shared_memory_are_rejected(shards, tokenize
 
 @pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])
 def test_a_worker_s_failure_reaches_the_rank_in_one_line(tmp_path, tokenizer, dataset_type, monkeypatch):
-    monkeypatch.setattr("infcl.data.indexed._ATTEMPTS", 100)
+    monkeypatch.setattr("infcl.data.samples._BAD_IN_A_ROW", 100)
     write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(60) for e in ("png", "txt")])
     message, code = "", 0
     try:  # pytest.raises would keep the workers
@@ -286,7 +286,7 @@ def test_a_small_set_may_have_a_few_bad_samples(tmp_path, tokenizer):
 
 
 def test_data_without_a_single_image_ends_the_run(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("infcl.data.indexed._ATTEMPTS", 100)
+    monkeypatch.setattr("infcl.data.samples._BAD_IN_A_ROW", 100)
     write_tar(tmp_path / "1.tar", [(f"{i}.txt", b"text") for i in range(9)])
     with pytest.raises(ValueError, match=r"holds 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"):
         step_loader(str(tmp_path), tokenizer)
