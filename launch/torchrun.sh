@@ -3,12 +3,16 @@
 #   command   bash launch/torchrun.sh --train-data '/data/{00000..00331}.tar' --tokenizer spm.model --model ViT-B-16 ...
 #             on each of 4 hosts: NODES=4 NODE_RANK=0..3 MASTER_ADDR=10.0.0.1 bash launch/torchrun.sh ...
 #   hardware  one rank per visible GPU, one without a GPU (RANKS=2 for two)
-#   time      as long as the training; starts some seconds faster than the deepspeed command
+#   time      as long as the training
 # It ends with the code of the rank that failed first, as launch/supervise.sh needs it; torchrun alone ends with 1. SIGTERM,
 # SIGINT, SIGHUP and SIGUSR1 are passed to the ranks, which have five minutes to save and end.
 # INTERFACE=ib0 is the network interface of NCCL and gloo; MASTER_ADDR has to be an address of it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+command -v torchrun > /dev/null || {
+  echo "launch: there is no torchrun command on PATH: activate the environment (source .venv/bin/activate)" >&2
+  exit 2
+}
 NODES=${NODES:-1}
 if [ "$NODES" -eq 1 ]; then
   where=(--standalone)

@@ -51,8 +51,13 @@ def export_rank(rank: int, world_size: int, local_rank: int) -> None:
 
 def deepspeed_launcher() -> int | None:
     """Return the process id of the DeepSpeed launcher that started this process, or None."""
+    return launcher("deepspeed.launcher.launch")
+
+
+def launcher(*modules: str) -> int | None:
+    """Return the process id of the parent of this process if it runs one of these modules, else None."""
     parent = os.getppid()
-    return parent if "deepspeed.launcher.launch" in _command(parent) else None
+    return parent if set(modules) & set(_command(parent)) else None
 
 
 def deepspeed_runner() -> int | None:
@@ -60,8 +65,8 @@ def deepspeed_runner() -> int | None:
 
     It is the parent of DeepSpeed's launcher. With a hostfile, ssh starts the launcher instead.
     """
-    launcher = deepspeed_launcher()
-    runner = None if launcher is None else parent_of(launcher)
+    parent = deepspeed_launcher()
+    runner = None if parent is None else parent_of(parent)
     if runner is None:
         return None
     names = {Path(word).name for word in _command(runner)}

@@ -27,7 +27,7 @@ from infcl.checkpoint.run_folder import NotWritten
 from infcl.checkpoint.write import CheckpointWriter
 from infcl.config import TrainConfig
 from infcl.parallel import Parallel, max_over
-from infcl.parallel.environment import deepspeed_launcher
+from infcl.parallel.environment import launcher
 from infcl.train.observers import Step
 
 MAX_FAILED_SAVES = 3  # in a row; one more ends the run
@@ -185,14 +185,13 @@ class StopSignals:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send SIGTERM when the deepspeed launcher that started this process dies (Linux).
+    """Have the kernel send SIGTERM when the launcher that started this process dies (Linux).
 
     Raises:
         KeyboardInterrupt: it has died already.
     """
-    launcher = os.getppid()
-    if launcher == deepspeed_launcher():
+    if parent := launcher("deepspeed.launcher.launch", "infcl.cluster.torchrun"):
         set_parent_death_signal = 1  # prctl's PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != launcher:
+        if os.getppid() != parent:
             raise KeyboardInterrupt

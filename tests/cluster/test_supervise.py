@@ -120,7 +120,7 @@ def test_supervise_rejects_a_run_folder_that_its_launch_script_does_not_write_to
     there = tmp_path if run_folder.startswith("{}") else where
     flags = [flag.format(there) for flag in flags]
     command = ["supervise.sh", run_folder.format(there), "bash", tmp_path / "launch" / "local.sh", *flags]
-    programs = {"deepspeed": "true\n"}
+    programs = {"torchrun": "", "python": "true\n"}
     result = run(*command, tmp_path=tmp_path, programs=programs, where=where)
     assert result.returncode == (2 if rejected else 0), result.stderr
     assert ("give both in full, or start there" in result.stderr) == rejected

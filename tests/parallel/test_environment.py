@@ -53,3 +53,13 @@ def test_a_missing_hostfile_is_rejected(tmp_path, given):
     done = subprocess.run(runner, cwd=tmp_path, capture_output=True, text=True)
     rejection = "deepspeed was given --hostfile hosts, which does not exist"
     assert done.returncode == 0 and (rejection in done.stdout) == ("2" not in given), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", ["deepspeed.launcher.launch", "infcl.cluster.torchrun"])
+def test_a_rank_recognizes_the_launcher_whose_death_ends_it(module):
+    """A killed launcher leaves its ranks running. A stand-in for it starts a rank that asks for its parent."""
+    environment = ROOT / "infcl" / "parallel" / "environment.py"
+    asks = f"import os, runpy; launcher = runpy.run_path({str(environment)!r})['launcher']\n"
+    asks += "print(launcher('deepspeed.launcher.launch', 'infcl.cluster.torchrun') == os.getppid(), launcher('other'))"
+    command = [sys.executable, "-c", STARTS, module, asks]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "True None\n"
