@@ -62,7 +62,7 @@ charts: $(VENV)/.installed
 
 docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-	@echo "build/docs/index.html; its search needs a server: python3 -m http.server --directory build/docs"
+	@echo build/docs/index.html
 
 coverage: $(VENV)/.installed-test
 	$(BIN)/coverage erase
