@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from infcl.checkpoint.records import Manifest
-from infcl.checkpoint.run_folder import sha256, why_not_written
+from infcl.checkpoint.run_folder import sha256
 from infcl.config.json_file import parse_record
+from infcl.config.words import reason
 
 MANIFEST = "infcl.json"
 FORMAT = 3  # version of infcl.json and the files it lists
@@ -44,7 +45,7 @@ def read_manifest(path: Path) -> Manifest:
         step = parse_record(data, Manifest, MANIFEST)["trainer"]["step"]
         manifest: Manifest = json.loads(data)  # with all keys, which the checksum covers
     except OSError as error:
-        raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({why_not_written(error)})") from None
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({reason(error)})") from None
     except ValueError as error:
         raise DamagedCheckpoint(str(error)) from None
     if manifest["sha256"] != _checksum(manifest):
@@ -74,7 +75,7 @@ def check(path: Path, *, rank: int = 0, world_size: int = 1) -> Manifest:
                 raise DamagedCheckpoint(f"{name} has another checksum than was written")
             _check_tensors(file)
         except OSError as error:
-            raise DamagedCheckpoint(f"{name} cannot be read ({why_not_written(error)})") from None
+            raise DamagedCheckpoint(f"{name} cannot be read ({reason(error)})") from None
     return manifest
 
 

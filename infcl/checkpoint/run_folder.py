@@ -32,6 +32,7 @@ from infcl.checkpoint.records import Environment, Running
 from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
 from infcl.config.disk import write_atomic
 from infcl.config.json_file import read_record
+from infcl.config.words import reason
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.parallel import Parallel, from_first_rank, gather_objects
 from infcl.parallel.host_info import git_commit, package_versions
@@ -54,11 +55,6 @@ class FolderTaken(RuntimeError):
 
 class NotWritten(RuntimeError):
     """The run's files cannot be written to storage; the message is one line."""
-
-
-def why_not_written(error: BaseException) -> str:
-    """Return the system's text for an OSError ("No space left on device"), or the type and message of other errors."""
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
 class RunFolder:
@@ -118,7 +114,7 @@ class RunFolder:
                 self._written = {"host": socket.gethostname(), "pid": os.getpid(), "created": created}
                 write_atomic(self.running, json.dumps(self._written))
             except OSError as error:
-                why = why_not_written(error)
+                why = reason(error)
                 raise ValueError(f"{self.root} cannot be written ({why}): fix that or choose another --logs") from error
             return changed
 

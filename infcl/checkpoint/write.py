@@ -22,8 +22,9 @@ import torch
 
 from infcl.checkpoint.load import checkpoint_step, complete_checkpoints
 from infcl.checkpoint.manifest import FORMAT, MANIFEST, sealed
-from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256, why_not_written
+from infcl.checkpoint.run_folder import FolderTaken, RunFolder, sha256
 from infcl.config.disk import save_tensors, sync_folder, write_atomic
+from infcl.config.words import reason
 from infcl.engine.engine import Engine
 from infcl.parallel import Parallel, from_first_rank, gather_objects, rank_and_host
 
@@ -127,7 +128,7 @@ class CheckpointWriter:
         if (error := writing.exception()) is None:
             written = writing.result()
         else:  # of any kind: the other ranks wait for the answer
-            problem = f"{rank_and_host(self.parallel)}: {why_not_written(error)}"
+            problem = f"{rank_and_host(self.parallel)}: {reason(error)}"
         answers = gather_objects((_file_name(self.parallel.rank), written, problem))
         found = [answer[2] for answer in answers if answer[2]]
         problems = f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else "".join(found)
@@ -156,7 +157,7 @@ class CheckpointWriter:
             try:
                 self._rename(manifest)
             except OSError as error:
-                problem = why_not_written(error)
+                problem = reason(error)
         if problem:
             shutil.rmtree(self._partial, ignore_errors=True)
         elif self._prunes:

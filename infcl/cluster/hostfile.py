@@ -38,7 +38,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         if not words:
             continue
         if problem := _problem(words):
-            raise ValueError(f"{path}, line {number}: {line.strip()!r}: {problem}")
+            raise ValueError(f"{path}, line {number}: {line.strip()[:80]!r}: {problem}")
         host, slots = words[0], int(words[1].removeprefix("slots="))
         if host in hosts:
             raise ValueError(f"{path}, line {number}: {host} occurs twice")

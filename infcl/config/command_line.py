@@ -111,13 +111,8 @@ def make_parser() -> argparse.ArgumentParser:
         if entry.name == "deepspeed_config":
             spellings.append("--deepspeed-config")
         if default in (None, False, []):
-            unset: dict[str, Any] = {
-                "action": "store_const",
-                "const": default,
-                "default": default,
-                "help": argparse.SUPPRESS,
-            }
-            parser.add_argument("--no-" + option_of(entry.name)[2:], dest=entry.name, **unset)
+            unset = parser.add_argument("--no-" + option_of(entry.name)[2:], dest=entry.name, action="store_const")
+            unset.const, unset.default, unset.help = default, default, argparse.SUPPRESS
         if entry.type is bool:
             options["action"] = "store_true"
         else:

@@ -49,12 +49,9 @@ def parse_record(data: str | bytes, kind: type[Record], source: str, *, extra: E
         raise ValueError(f"{source}: unknown key {field!r}")
     if first["type"] in ("missing", "value_error"):
         raise ValueError(f"{source}: {f'{field} is missing' if first['type'] == 'missing' else problem}")
-    raise ValueError(f"{source}: {field or 'the record'} is {_shown(first['input'])}: {problem}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    value = repr(first["input"])
+    shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    raise ValueError(f"{source}: {field or 'the record'} is {shown}: {problem}")
 
 
 def _adapter(kind: Any) -> Any:

@@ -76,15 +76,15 @@ def read_preset(config: TrainConfig, device_type: str, hosts: int = 1) -> tuple[
     Raises:
         ValueError: the preset is invalid or contradicts the flags.
     """
-    source = f"--deepspeed_config {config.deepspeed_config}"
+    source, path = f"--deepspeed_config {config.deepspeed_config}", preset_file(config.deepspeed_config)
     try:
-        preset: dict[str, Any] = dict(read_record(preset_file(config.deepspeed_config), _Preset))
+        preset: dict[str, Any] = dict(read_record(path, _Preset))
         zero = preset.get("zero_optimization", {})
         if zero.get("overlap_comm") == "auto":
             zero["overlap_comm"] = hosts > 1 or zero_stage(preset) == 3
         _check(preset, config.tensor_parallel_size)
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+        raise ValueError(f"{source}: {str(error).removeprefix(f'{path}: ')}") from None
     in_preset = next((name for name in ("bf16", "fp16") if preset.get(name, {}).get("enabled")), None)
     precision = PRECISIONS[config.precision or in_preset or ("amp_bf16" if device_type == "cuda" else "fp32")]
     if in_preset and precision != PRECISIONS[in_preset]:

@@ -13,6 +13,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def reason(error: BaseException) -> str:
+    """Return the system's text of an OSError, without its path ("No such file or directory"), else type and message."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
 def shown_bytes(count: float) -> str:
     """Return "17.1 GiB", "512 MiB", "20.0 KiB" or "3 B"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

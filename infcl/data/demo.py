@@ -27,6 +27,7 @@ import numpy as np
 
 from infcl.config import OneLineParser
 from infcl.config.json_file import read_record
+from infcl.config.words import reason
 from infcl.data.pack import write_shard
 from infcl.data.plan import draw, random_order, uniforms
 from infcl.data.records import ShardReader
@@ -254,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         folder = prepare_demo(args.out, num_train=args.num_train, seed=args.seed)
     except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
+        parser.error(f"--out {args.out}: {reason(error)}")
     except ValueError as error:  # the folder has other contents, or too few captions for the tokenizer
         parser.error(str(error))
     tokenizer = Tokenizer(folder / "tokenizer.model")

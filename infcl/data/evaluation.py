@@ -26,7 +26,7 @@ from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_im
 from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
 from infcl.data.records import BadSample, Record, stream_records
 from infcl.data.shards import expand_shards
-from infcl.data.storage import ShardFault
+from infcl.data.storage import ShardFault, is_remote
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, read_image
 from infcl.data.transforms import EvalTransform, PillowTransform
 from infcl.models.config import ModelConfig
@@ -91,7 +91,8 @@ class EvalSamples:
 
     Threads decode ahead; the decoders and the resize release the GIL. Samples without a usable image are left out and
     counted by cause in `skipped`. A missing caption is no error, since classification needs none. A rank reads only
-    its own samples, and the headers of all shards; of a remote shard it copies all. Rank 0 counts the damaged ones.
+    its own samples, and the headers of all shards, of which rank 0 counts the damaged ones. Remote shards are copied
+    as a whole, so shard i goes to rank i % world_size if there are that many.
 
     Args:
         source: the shards, or the records of image files, whose `where` is the image's path.
@@ -134,13 +135,16 @@ class EvalSamples:
 
     def _own(self) -> Iterator[tuple[str, Record]]:
         def shard_failed(cause: str, url: str, error: Exception) -> None:
-            self.skipped[cause] += self.rank == 0
+            self.skipped[cause] += rank == 0
 
         records: Iterable[tuple[str, Record]]
         if callable(self.source):
             records = ((record.where, record) for record in islice(self.source(), self.rank, None, self.world_size))
         else:
-            records = stream_records(self.source, self.keys, shard_failed, rank=self.rank, world_size=self.world_size)
+            shards, rank, ranks = self.source, self.rank, self.world_size
+            if ranks <= len(shards) and any(map(is_remote, shards)):  # each is copied, by one of the ranks
+                shards, rank, ranks = shards[rank::ranks], 0, 1
+            records = stream_records(shards, self.keys, shard_failed, rank=rank, world_size=ranks)
         yield from islice(records, self.limit)
         self.is_cut = next(iter(records), None) is not None
 

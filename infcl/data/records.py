@@ -56,6 +56,10 @@ class Record(NamedTuple):
     fault: ShardFault | None = None
     teacher: bytes | None = None
 
+    def why_bad(self, bad: Exception) -> str:
+        """Return a message of BadSample with the sample's origin; that of a fault has its path."""
+        return str(bad) if self.fault is not None else f"{self.where}: {bad}"
+
 
 class ShardReader:
     """Reader of records by global sample number. It keeps a bounded number of open files and indexes.
@@ -243,7 +247,7 @@ def stream_records(
 
 def _read_record(file: ShardFile, row: list[int], where: str, url: str) -> Record:
     if row[1] > MAX_IMAGE_BYTES:
-        fault = ShardFault("image_file_too_large", f"{row[1]} bytes, {MAX_IMAGE_BYTES} allowed")
+        fault = ShardFault("image_file_too_large", f"{where}: {row[1]} bytes, {MAX_IMAGE_BYTES} allowed")
         return Record(None, None, None, where, url, fault)
     text_bytes = min(row[3], MAX_TEXT_BYTES + 1)
     teacher = (row[6], row[7]) if len(row) > 6 else (ABSENT, ABSENT)

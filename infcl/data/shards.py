@@ -103,7 +103,8 @@ def _names_in(path: str) -> list[str]:
         with open_lines(path, errors="surrogateescape") as lines:
             names = [line.strip() for line in lines]
     except ValueError as error:
-        raise ValueError(f"cannot read the urls of @{path}: {error}") from error
+        why = str(error).removeprefix(path).lstrip(": ")
+        raise ValueError(f"cannot read the urls of @{path}: {why}") from error
     return [name for name in names if name and not name.startswith("#")]
 
 

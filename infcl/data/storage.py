@@ -4,7 +4,7 @@ A shard is a path, a url of one of SCHEMES, `filecache::` and such a url, or `pi
 random access, `open_copy` for one sequential pass. The copy of a remote shard is a temporary file, so a transfer that
 breaks off is repeated before a sample of it is used.
 
-Whatever an attempt raises, and a read slower than 16 KB/s, is retried with back-off (`retry`). If it still fails, it
+Every failure of a transport, and a read slower than 16 KB/s, is retried with back-off (`retry`). If it still fails, it
 raises a `ShardFault` with a cause, which is counted. A read never returns wrong bytes.
 
 http(s) uses urllib3 instead of fsspec. If a server ignores the range, fsspec reads a full shard into memory. It also
@@ -13,6 +13,7 @@ reports every failure as a missing file, and hides the file size and tag in each
 
 import concurrent.futures
 import contextlib
+import errno
 import ipaddress
 import os
 import random
@@ -32,7 +33,7 @@ from urllib.parse import urljoin, urlsplit
 
 import urllib3
 
-from infcl.config.words import printable
+from infcl.config.words import printable, reason
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "hdfs")  # fsspec has others, some of which open further urls
 TIMEOUT = 30.0  # seconds without a byte after which a read fails
@@ -44,6 +45,7 @@ _FREE_BYTES = 256 << 20  # disk space that a copy must leave free
 _COPY_BYTES, _READ_BYTES = 8 << 20, 1 << 18  # of a copy: per read of a file, and of a stream
 _SECONDS_BETWEEN_CHECKS = 60.0  # of size and tag, if responses do not carry them
 _REDIRECTS = 5
+_AS_SENT: dict[str, Any] = {"redirect": False, "preload_content": False, "decode_content": False}  # of urllib3
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 T = TypeVar("T")
 
@@ -123,9 +125,9 @@ def retry(attempt: Callable[[], T], what: str) -> T:
         except ShardFault:
             raise
         except FileNotFoundError as error:
-            raise ShardFault("shard_missing", f"{what}: not found ({error})") from error
-        except Exception as error:  # of the system, urllib3, a driver of fsspec, or what a server sent
-            failure = f"{type(error).__name__}: {error}"
+            raise ShardFault("shard_missing", f"{what}: not found ({error.strerror or error})") from error
+        except (OSError, ValueError, urllib3.exceptions.HTTPError) as error:  # ValueError: of what a server sent
+            failure = reason(error)
     raise ShardFault("shard_unreadable", f"{what}: {ATTEMPTS} attempts failed, the last with {failure}")
 
 
@@ -255,13 +257,7 @@ class HttpFile(RemoteFile):
         self._pool.clear()
 
     def _get(self, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        headers = {"Accept-Encoding": "identity"} | headers
-        options: dict[str, Any] = {
-            "headers": headers,
-            "redirect": False,
-            "preload_content": False,
-            "decode_content": False,
-        }
+        options = {"headers": {"Accept-Encoding": "identity"} | headers, **_AS_SENT}
         response = self._pool.request("GET", self._final, **options)
         for _ in range(_REDIRECTS):
             if not (to := response.get_redirect_location()):
@@ -300,6 +296,17 @@ def is_of_this_host(url: str) -> bool:
     return any(address.is_loopback or address.is_link_local or address.is_unspecified for address in addresses)
 
 
+@contextlib.contextmanager
+def _driver() -> Iterator[None]:
+    """Turn whatever a driver of fsspec raises into an OSError, which is retried."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, reason(error)) from error
+
+
 class FsspecFile(RemoteFile):
     """A file read by ranges through an fsspec driver, or through one of fsspec's caches (filecache::URL)."""
 
@@ -315,12 +322,14 @@ class FsspecFile(RemoteFile):
         if "::" in url:  # the first read copies the full file to the cache
             self._least_transfer = self.file_bytes
 
+    @_driver()
     def _state(self) -> tuple[int, int]:
         self._asked = time.monotonic()
         info = within(TIMEOUT, lambda: self._files.info(self._path))
         tag = next((str(info[name]) for name in ("ETag", "etag", "mtime", "LastModified", "md5") if name in info), "")
         return int(info["size"]), _number_of(tag)
 
+    @_driver()
     def _read(self, size: int, offset: int) -> bytes:
         return self._files.cat_file(self._path, start=offset, end=offset + size)
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from infcl.config import counted
 from infcl.config.redaction import check_text, redacted
+from infcl.config.words import reason
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
 from infcl.data.records import Record
 from infcl.data.shards import check_factors, split_sources
@@ -153,7 +154,7 @@ def read_image(path: str) -> bytes:
         try:
             opened = open_shard(path, sequential=True)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
-            raise ShardFault("missing_image_file", f"{path}: {error}") from error
+            raise ShardFault("missing_image_file", f"{path}: {reason(error)}") from error
         with contextlib.closing(opened):
             opened.copy(write)
         return bytes(data)

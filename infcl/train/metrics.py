@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from infcl.checkpoint.run_folder import RunFolder, why_not_written
+from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig, aligned, shown_seconds
 from infcl.config.redaction import redacted
+from infcl.config.words import reason
 from infcl.report.records import read_records
 from infcl.train.observers import Step
 
@@ -120,7 +121,7 @@ class MetricsWriter:
         except expected as error:
             self.lost += 1
             if self.lost == 1:
-                self.say(f"metrics could not be written ({why_not_written(error)}); training continues without them")
+                self.say(f"metrics could not be written ({reason(error)}); training continues without them")
 
 
 class TensorBoardSink:

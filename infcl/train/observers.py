@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from infcl.checkpoint.run_folder import why_not_written
 from infcl.config import counted
+from infcl.config.words import reason
 from infcl.parallel import Parallel, all_gather
 from infcl.step.batches import StepBatches
 from infcl.step.grad_cache import StepOutput
@@ -170,7 +170,7 @@ class StepProfiler:
             operators = self.profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70)
             table.write_text(f"{phase_table(self.phases)}\n\n{operators}\n")
         except OSError as error:  # an exception on rank 0 would end the run
-            return f"the profile could not be written ({why_not_written(error)})"
+            return f"the profile could not be written ({reason(error)})"
         return f"profile of {counted(len(self.phases), 'step')}: {trace}, {table}"
 
 

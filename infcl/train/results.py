@@ -3,16 +3,18 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from infcl.checkpoint.records import Summary
-from infcl.checkpoint.run_folder import NotWritten, RunFolder, why_not_written
+from infcl.checkpoint.run_folder import NotWritten, RunFolder
 from infcl.config import TrainConfig
 from infcl.config.disk import write_atomic
 from infcl.config.json_file import read_record
+from infcl.config.words import reason
 from infcl.convert.export import export_model
 from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models.config import CLIPConfig, load_any_config
@@ -26,7 +28,8 @@ def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
     Args:
         vocab_size: token embeddings of the trained model.
     """
-    if vocab_size != (own := load_any_config(config.model).text_cfg.vocab_size):
+    own = load_any_config(config.model).text_cfg.vocab_size
+    if vocab_size != own and not Path(config.model).exists():  # nobody has released weights of the user's own model
         yield (
             f"--model {config.model} has {own} token embeddings; this --tokenizer makes them {vocab_size}, "
             "so released weights of its text tower do not fit"
@@ -57,7 +60,7 @@ def write_results(
         try:
             _write(run, weights, model_config, summary)
         except Exception as error:  # any kind: the other ranks wait for the broadcast, then all ranks raise
-            cause, problem = error, [why_not_written(error), isinstance(error, OSError)]
+            cause, problem = error, [reason(error), isinstance(error, OSError)]
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise (NotWritten if problem[1] else RuntimeError)(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from infcl.checkpoint import write as checkpoint_writer
-from infcl.checkpoint.run_folder import RunFolder, why_not_written
+from infcl.checkpoint.run_folder import RunFolder
+from infcl.config.words import reason
 from tests.lib.manifests import writer_on
 from tests.lib.ranks import run_ranks
 
@@ -110,4 +111,4 @@ def test_a_failed_write_gives_the_systems_reason(tmp_path):
     """safetensors raises its own type, whose text has the number of the error."""
     with pytest.raises(FileNotFoundError) as failed:
         checkpoint_writer._write_tensors(tmp_path / "none" / "state.safetensors", {"a": torch.zeros(2)}, {})
-    assert why_not_written(failed.value) == "No such file or directory"
+    assert reason(failed.value) == "No such file or directory"

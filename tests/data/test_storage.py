@@ -10,7 +10,8 @@ import pytest
 
 from infcl.data import storage
 from infcl.data.index import SampleKeys, ensure_index
-from infcl.data.records import ShardReader, stream_records
+from infcl.data.records import BadSample, ShardReader, stream_records
+from infcl.data.samples import decode_record
 from infcl.data.shards import load_manifest
 from infcl.data.storage import ShardFault, open_copy, open_shard, retry
 from infcl.data.table import TableReader, read_image
@@ -90,6 +91,35 @@ def test_a_connection_that_breaks_after_any_answers_headers_costs_a_retry_only(w
         else:
             samples = eval_samples(url + "/{00000,00001}.tar", image_size=8)
             assert [sample.caption for sample in samples] == EXPECTED and not samples.skipped
+
+
+def test_ranks_share_the_copies_of_remote_shards(web):
+    url, behaviour = web
+
+    def read(rank: int, ranks: int) -> list[str]:
+        return [s.caption for s in eval_samples(url + "/{00000,00001}.tar", image_size=8, rank=rank, world_size=ranks)]
+
+    assert read(0, 1) == EXPECTED
+    alone = dict(behaviour.requests)
+    behaviour.requests.clear()
+    assert read(0, 2) + read(1, 2) == EXPECTED
+    assert dict(behaviour.requests) == alone  # each rank copied both
+    assert sorted(read(0, 3) + read(1, 3) + read(2, 3)) == sorted(EXPECTED)
+
+
+def test_a_sample_of_a_lost_shard_names_the_shard_once(tmp_path):
+    folder = write_shards(tmp_path / "s", SIZES)
+    reader = ShardReader(load_manifest(folder))
+    os.remove(f"{folder}/00000.tar")
+    (record,) = reader.read(np.arange(1))
+    with pytest.raises(BadSample) as bad:
+        decode_record(record)
+    assert record.why_bad(bad.value) == f"{folder}/00000.tar: not found (No such file or directory)"
+
+
+def test_a_fault_of_our_own_is_not_retried_as_one_of_the_storage():
+    with pytest.raises(TypeError):
+        retry(lambda: len(3), "x.tar")
 
 
 @pytest.mark.parametrize("error", [AttributeError, KeyError, TypeError, UnicodeError, MemoryError])

@@ -35,6 +35,10 @@ OTHERS = {
     "infcl.convert export {empty}": "empty is no run folder",
     "infcl.convert import {empty} --out {empty}/out": "no weights there",
     "infcl.data.shards index /no/such.tar": "/no/such.tar",
+    "infcl.data.shards index {started}/gone.tar": "gone.tar: not found .No such file or directory",
+    "infcl.data.shards index @{empty}/none": "cannot read the urls of @.*none: No such file or directory",
+    "infcl.data.demo --out {started}/metrics.jsonl/x": "--out .*: Not a directory",
+    "infcl.cluster.hostfile check {started}/wide": "line 1: 'xxx.*xxx': after the host comes slots=N",
     "infcl.data.tokenizer train --train-data /no/such.tar --vocab-size 60 --out x": "/no/such.tar",
     "infcl.cluster.hostfile check {empty}/none": "none: No such file or directory",
     "benchmarks.loss": "it measures on GPUs, and none is visible",
@@ -68,6 +72,8 @@ def test_a_usage_error_is_one_line_with_exit_code_2(command, tmp_path, monkeypat
     for name in ("empty", "started"):
         (tmp_path / name).mkdir()
     (tmp_path / "started" / "metrics.jsonl").write_text("")
+    (tmp_path / "started" / "gone.tar").symlink_to("/no/such")
+    (tmp_path / "started" / "wide").write_text("x" * 10_000)
     gpus = GPUS.get(command, 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -76,3 +82,5 @@ def test_a_usage_error_is_one_line_with_exit_code_2(command, tmp_path, monkeypat
     assert code_of(module, arguments) == 2
     reported = capsys.readouterr().err
     assert re.search(COMMANDS[command], reported) and reported.count("\n") == 1, reported
+    paths = re.findall(r"/[\w./-]+\w", reported)
+    assert len(paths) == len(set(paths)) and len(reported) < 1000, reported
