@@ -198,5 +198,6 @@ def test_lit_goes_over_the_hosts_of_a_hostfile_with_its_brackets_quoted(tmp_path
     assert flags[flags.index("--hostfile") + 1] == str(tmp_path / "hosts") and flags.count("--deepspeed_config") == 1
     brackets = flags[flags.index("--aug-cfg") + 1]
     assert subprocess.run(["bash", "-c", f"printf %s {brackets}"], capture_output=True).stdout == b"scale=(0.08,1.0)"
+    programs |= {"python": programs["deepspeed"], "torchrun": "true"}
     alone = run(*command, tmp_path=tmp_path, programs=programs, IMAGE="w").stdout.splitlines()
     assert "scale=(0.08,1.0)" in alone and "x y.tar" in alone and "--hostfile" not in alone

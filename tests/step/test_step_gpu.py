@@ -132,7 +132,7 @@ def test_auto_keeps_the_graphs_that_memory_has_room_for_and_leaves_the_headroom(
     texts = roomy.texts_for_model(longest(cfg.text_cfg, batch.micro_batch_size))
     graph = resident._graph_bytes(roomy.engine, texts, batch.micro_batch_size, cfg, parallel.device)
     room = resident._free_bytes(parallel.device)
-    room -= resident._needed_bytes(roomy.spec, roomy.engine, cfg, parallel, graph)
+    room -= resident._needed_bytes(roomy.spec, roomy.engine, cfg, parallel, graph, 0)
     roomy.metrics.close()
     roomy.engine.engine.destroy()
     del roomy

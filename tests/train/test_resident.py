@@ -25,7 +25,7 @@ def needed(batch: BatchPlan, *, width: int = 512, **flags) -> float:
     parallel = SimpleNamespace(device=torch.device("cuda"), **ranks)
     cfg = dataclasses.replace(load_model_config("ViT-B-32"), embed_dim=width)
     spec = dataclasses.replace(spec_of(config, parallel, batch), preset={"zero_optimization": {"stage": 1}})
-    return _needed_bytes(spec, engine, cfg, parallel, 0)
+    return _needed_bytes(spec, engine, cfg, parallel, 0, 0)
 
 
 def beside_towers(loss: str, rows: int, ranks: int, width: int) -> float:
