@@ -29,6 +29,7 @@ OTHERS = {
     "official": "the inf_cl package, if installed",
     "official_siglip": "open_clip's SigLipLoss, from --open-clip-loss",
     "official_open_clip": "open_clip's ClipLoss, from --open-clip-loss",
+    "siglip_kernel": "the siglip-kernel package (one GPU), if installed",
     "info_nce": "queries against twice as many documents; b queries",
     "nt_xent": "two views of b / 2 samples: a b x b matrix",
     "hard_negatives": "inf_cl with one hard-negative caption per image",
@@ -93,6 +94,10 @@ def make(name: str, group: dist.ProcessGroup | None, options: dict, open_clip_lo
         return ContrastiveLoss("inf_cl", group=group, options=RingOptions(tile="torch", workspace_bytes=2**50))
     if name == "official":
         return _official
+    if name == "siglip_kernel":
+        from siglip_kernel import fused_siglip_loss
+
+        return lambda images, texts, scale, bias: fused_siglip_loss(images, texts, scale.log(), bias)
     if name.startswith("official_"):
         return _open_clip(name, group, open_clip_loss)
     if name == "info_nce":
