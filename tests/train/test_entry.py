@@ -61,7 +61,7 @@ def test_a_run_trains_and_evaluates_and_a_second_start_does_not_train_again(demo
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["zero_stage"], summary["world_size"], summary["samples_seen"]) == (3, 2, 3 * 64)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    second = forked([*arguments, "--resume", "latest", "--workers", "0"], 2)
+    second = start([*arguments, "--resume", "latest"], 2)
     assert second.returncode == 0 and "is finished" in second.stdout and "zero-shot top-1" in second.stdout
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
