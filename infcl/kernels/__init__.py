@@ -6,7 +6,6 @@
 
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -63,8 +62,9 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
         )
     if tile == "auto":
         tile = "triton" if features.is_cuda and tile_dtype != "fp64" else "torch"
+    operand_dtype, tf32 = _OPERANDS[tile_dtype], tile_dtype == "tf32"
     if tile == "torch":
-        return _tile(tile, tile_dtype)
+        return Tile(operand_dtype, tf32, *(getattr(torch_tile, name) for name in Tile._fields[2:]))
     if tile_dtype == "fp64":
         raise ValueError("the Triton tile has no float64; use tile='torch'")
     if not features.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -74,15 +74,6 @@ def select_tile(features: Tensor, *, tile: str = "auto", tile_dtype: str | None 
             f"the features are on {features.device}, and kernels run on the current device, "
             f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first"
         )
-    return _tile(tile, tile_dtype)
-
-
-@cache
-def _tile(tile: str, tile_dtype: str) -> Tile:
-    """Return "torch" or "triton" for operands of this type."""
-    operand_dtype, tf32 = _OPERANDS[tile_dtype], tile_dtype == "tf32"
-    if tile == "torch":
-        return Tile(operand_dtype, tf32, *(getattr(torch_tile, name) for name in Tile._fields[2:]))
     from infcl.kernels.triton_backward import distill_gradients, sigmoid_gradients, softmax_backward
     from infcl.kernels.triton_forward import softmax_forward
     from infcl.kernels.triton_statistics import products_of_sums, row_dots

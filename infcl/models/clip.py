@@ -8,6 +8,7 @@ Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class CLIP(TextTower):
         self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
         self.frozen = {"image": False, "text": False}  # the full tower
+        self.graphs: dict[str, Callable[..., torch.Tensor]] = {}  # by tower: its forward by CUDA graphs, if it has them
         self._image_in_eval = False
         self.register_load_state_dict_pre_hook(_reshape_scalars)
 
@@ -96,9 +98,11 @@ class CLIP(TextTower):
         if self.logit_bias is not None:
             out["logit_bias"] = self.logit_bias.float() + 0
         if images is not None:
-            out["image_features"] = F.normalize(self.visual(images).float(), dim=-1)
+            encode_image = self.graphs.get("image", self.visual)
+            out["image_features"] = F.normalize(encode_image(images).float(), dim=-1)
         if texts is not None:
-            out["text_features"] = F.normalize(self.encode_text(texts, text_ends).float(), dim=-1)
+            encode_text = self.graphs.get("text", self.encode_text)
+            out["text_features"] = F.normalize(encode_text(texts, text_ends).float(), dim=-1)
         return out
 
     @property

@@ -30,11 +30,10 @@ _WARM_UPS = 2  # libraries allocate workspaces, Triton and Inductor compile
 
 def graph_towers(model: CLIP) -> None:
     """Make both towers of a model on a GPU train by CUDA graphs. Call it when an engine has wrapped the model."""
-    towers: Any = model
     image = list(model.visual.modules())
     text = [module for module in model.modules() if module not in image]  # its parameters are at the top level
-    towers.encode_text = GraphedTower(model.encode_text, model, text, model.transformer)
-    towers.visual.forward = GraphedTower(model.visual.forward, model, image, model.visual.transformer)
+    model.graphs["text"] = GraphedTower(model.encode_text, model, text, model.transformer)
+    model.graphs["image"] = GraphedTower(model.visual, model, image, model.visual.transformer)
 
 
 class Pass:

@@ -98,7 +98,7 @@ class Trainer:
         seed_everything(config.seed, deterministic=config.deterministic)
         model, self.sources_of_weights = build_model(config, self.inputs.model_config)
         self.model_config = model.cfg
-        has_teacher = bool(teacher_in_words(vars(config)))
+        has_teacher = bool(config.distill_model or config.teacher_key)
         self.teacher = Teacher(self.spec, parallel, self.inputs.teacher) if has_teacher else None
         split_model(model, parallel)
         self.compiled = prepare_blocks(model, self.spec, parallel)

@@ -48,15 +48,15 @@ def test_a_table_is_read_by_row_number(table):
 
 
 def test_relative_paths_start_at_the_table_whatever_is_in_the_working_directory(table, tmp_path, monkeypatch):
-    (tmp_path / "work" / "images").mkdir(parents=True)
-    (tmp_path / "work" / "images" / "0.png").write_bytes(encode(picture(99)))
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "elsewhere" / "images").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "images" / "0.png").write_bytes(encode(picture(99)))
+    monkeypatch.chdir(tmp_path / "elsewhere")
     for path in (str(table), "../t.csv"):
         records = TableReader(path).read(np.arange(5))
         assert [record.image for record in records] == [encode(picture(i)) for i in range(5)]
     (here,) = TableReader(str(table), columns=TableColumns(root=".")).read(np.array([0]))
     assert here.image == encode(picture(99))
-    table.write_text(table.read_text().replace("images/0.png", f"file://{tmp_path}/work/images/0.png"))
+    table.write_text(table.read_text().replace("images/0.png", f"file://{tmp_path}/elsewhere/images/0.png"))
     assert TableReader(str(table)).read(np.array([0]))[0].image == encode(picture(99))
 
 
