@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl.config.precision import Precision
-from infcl.loss.distillation import distillation_loss
 from infcl.models.config import ModelConfig
 from infcl.models.flops import forward_flops
 
@@ -110,11 +109,9 @@ class SampledLoss:
         if self.margin is not None:
             self.values = torch.cat([self.values, left_out_share(*sample, self.margin)])
         if teacher is not None:
-            of_teacher = dict(zip(("teacher_image_features", "teacher_text_features"), teacher))
-            sampled = {name: features[: self.rows] for name, features in of_teacher.items()}
-            with torch.no_grad():
-                divergence = distillation_loss(*sample, logit_scale, **sampled, teacher_scale=teacher[2])
-            self.values = torch.cat([self.values, divergence.view(1)])
+            images, texts, scale = teacher
+            their_sample = images[: self.rows], texts[: self.rows], scale
+            self.values = torch.cat([self.values, divergence(*sample, logit_scale, *their_sample)])
             ids["teacher"] = teacher
         return self.loss(image_features, text_features, logit_scale, logit_bias, **ids)
 
@@ -148,6 +145,19 @@ def left_out_share(image_features: torch.Tensor, text_features: torch.Tensor, ma
     count = len(cosines) * max(1, len(cosines) - 1)
     beyond = (cosines > limits[:, None]).float() + (cosines > limits).float()
     return (beyond.fill_diagonal_(0).sum() / (2 * count)).view(1)
+
+
+@torch.no_grad()
+def divergence(image_features, text_features, logit_scale, teacher_images, teacher_texts, teacher_scale):
+    """Return `distillation_loss` of [m, D] features and of a teacher's [m, E], in float32, [1] f32.
+
+    The library's own needs a group of all ranks, and a sample is of one rank.
+    """
+    own = logit_scale.float() * (image_features.float() @ text_features.float().T)  # [m, m] f32
+    wanted = teacher_scale * (teacher_images @ teacher_texts.T)
+    options: dict[str, Any] = {"reduction": "sum", "log_target": True}
+    both = [F.kl_div(own.log_softmax(dim), wanted.log_softmax(dim), **options) for dim in (0, 1)]
+    return torch.stack(both).sum().view(1) / (2 * len(own))
 
 
 def duplicate_shares(ids: torch.Tensor, group: dist.ProcessGroup) -> dict[str, float]:
