@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from infcl.checkpoint.records import Environment, Running
 from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
+from infcl.config.agreement import OF_ONE_START, WITHOUT_EFFECT
 from infcl.config.disk import write_atomic
 from infcl.config.json_file import read_record
 from infcl.config.words import reason
@@ -42,10 +43,7 @@ _FILES = (
     *("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json"),
     "evaluations.jsonl",
 )
-_MAY_DIFFER = {  # flags that may change when a command is repeated
-    *("resume", "overwrite", "logs", "name", "debug"),
-    *("log_every_n_steps", "report_to", "wandb_project_name", "profile", "dry_run"),
-}
+_MAY_DIFFER = {*WITHOUT_EFFECT, *OF_ONE_START, "logs"}  # when a command is repeated
 _OF_THE_BATCH = ("batch_size", "accum_freq", "global_batch_size", "tensor_parallel_size")
 
 

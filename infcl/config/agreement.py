@@ -1,6 +1,7 @@
-"""Settings that must be equal on all nodes of a run: flags, the preset, a model's JSON file, the tokenizer.
+"""Settings that must be equal: on all nodes of a run, and when its command is repeated.
 
-Ranks with different settings wait for each other until a time-out, or train something unintended.
+Ranks with different settings wait for each other until a time-out, or train something unintended. Compared are flags,
+the preset, a model's JSON file and the tokenizer.
 """
 
 import dataclasses
@@ -12,14 +13,19 @@ from infcl.config.json_file import parse_record
 from infcl.config.preset import preset_file
 from infcl.config.settings import TrainConfig, option_of
 
-# May differ, since nodes may store them elsewhere: only whether a path is given is compared.
+# They change nothing that a run computes: nodes may have different values, and a repeated command may have others.
+WITHOUT_EFFECT = (
+    "workers", "pixel_cache_gb", "device", "index_cache", "dist_timeout", "skip_memory_check", "debug", "report_to",
+    "wandb_project_name", "profile", "log_every_n_steps",
+)  # fmt: skip
+_TOGETHER = ("dist_timeout", "skip_memory_check", "log_every_n_steps")  # of these: all ranks act on them together
+# They belong to one start of a run.
+OF_ONE_START = ("name", "resume", "overwrite", "dry_run", "debug")
+# Nodes may store them elsewhere: only whether a path is given is compared.
 OWN_PATHS = (
     "train_data", "val_data", "zeroshot_data", "zeroshot_classnames", "zeroshot_templates",
-    "pretrained", "pretrained_image", "pretrained_text", "distill_pretrained", "csv_img_root", "index_cache", "logs",
-    "resume",
+    "pretrained", "pretrained_image", "pretrained_text", "distill_pretrained", "csv_img_root", "logs", "resume",
 )  # fmt: skip
-# May differ: they depend on a node's cores, memory and disk, or only affect its logging.
-OWN_VALUES = ("workers", "pixel_cache_gb", "device", "debug")
 # Their contents are compared: JSON key by key, other files by SHA-256.
 SAME_CONTENTS = ("deepspeed_config", "model", "distill_model", "tokenizer")
 
@@ -32,7 +38,7 @@ def settings_of(config: TrainConfig) -> dict[str, str]:
     settings: dict[str, str | None] = {}
     for name, value in dataclasses.asdict(config).items():
         option = option_of(name)
-        if name in OWN_VALUES:
+        if name in WITHOUT_EFFECT and name not in _TOGETHER:
             continue
         if name in SAME_CONTENTS and value is not None:
             settings |= _contents(option, value)

@@ -9,13 +9,13 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from infcl.config.agreement import OF_ONE_START
 from infcl.config.checks import validate
 from infcl.config.json_file import read_record
 from infcl.config.open_clip_flags import ACCEPTED, EQUIVALENTS
 from infcl.config.settings import TrainConfig, option_of, shown_default
 
 ALTERNATIVES = (("steps", "epochs"), ("warmup", "warmup_samples"), ("accum_freq", "global_batch_size"))
-_OF_ONE_RUN = ("name", "resume", "overwrite", "dry_run", "debug")  # --config ignores them
 
 
 def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:
 
 
 def _settings_of_run(path: str) -> dict[str, Any]:
-    """Return the settings of a run's config.json for a new run, without those that belong to that run (`_OF_ONE_RUN`).
+    """Return the settings of a run's config.json for a new run, without those that belong to that run (OF_ONE_START).
 
     Raises:
         ValueError: the file cannot be read, or has a setting that does not exist.
@@ -56,7 +56,7 @@ def _settings_of_run(path: str) -> dict[str, Any]:
         given = read_record(Path(path), dict)
     except ValueError as error:
         raise ValueError(f"--config {error}") from None
-    return {name: value for name, value in given.items() if name not in _OF_ONE_RUN}
+    return {name: value for name, value in given.items() if name not in OF_ONE_START}
 
 
 class OneLineParser(argparse.ArgumentParser):

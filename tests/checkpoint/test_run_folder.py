@@ -99,7 +99,10 @@ def test_what_a_folder_holds_is_what_rank_0_sees(demo_folder, tmp_path):
     (tmp_path / "run" / "config.json").write_text(config.to_json())
     assert run_ranks(claimed, 2, dataclasses.replace(config, overwrite=True)) == [(True, False)] * 2
     (tmp_path / "run" / "summary.json").write_text("{}")
-    assert run_ranks(claimed, 2, config) == [(False, True)] * 2
+    changes = {"workers": 5, "pixel_cache_gb": "1", "device": "cpu", "dist_timeout": 9.0, "profile": 3, "resume": None}
+    changes |= {"log_every_n_steps": 7, "report_to": "all", "debug": True, "skip_memory_check": True}
+    for repeated in (config, dataclasses.replace(config, **changes)):
+        assert run_ranks(claimed, 2, repeated) == [(False, True)] * 2
 
 
 def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):

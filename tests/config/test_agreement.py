@@ -3,7 +3,7 @@
 import dataclasses
 
 from infcl.config import TrainConfig, settings_of
-from infcl.config.agreement import OWN_PATHS, OWN_VALUES, SAME_CONTENTS
+from infcl.config.agreement import OF_ONE_START, OWN_PATHS, SAME_CONTENTS, WITHOUT_EFFECT
 from infcl.parallel.host_info import differences
 
 FIELDS = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -14,12 +14,14 @@ def compare(one: TrainConfig, other: TrainConfig) -> list[str]:
 
 
 def test_every_flag_has_to_be_the_same_except_paths_and_what_depends_on_the_node():
-    assert {*OWN_PATHS, *OWN_VALUES, *SAME_CONTENTS} <= set(FIELDS)
+    assert {*OWN_PATHS, *WITHOUT_EFFECT, *OF_ONE_START, *SAME_CONTENTS} <= set(FIELDS)
     for name in FIELDS:
         different = compare(TrainConfig(), dataclasses.replace(TrainConfig(), **{name: "another"}))
-        assert len(different) >= (name not in OWN_VALUES and name != "logs"), name
+        assert len(different) >= (name not in WITHOUT_EFFECT and name != "logs"), name
     assert compare(TrainConfig(lr=1e-3), TrainConfig(lr=2e-3)) == ["--lr: 0.001 on a; 0.002 on b"]
-    assert compare(TrainConfig(), TrainConfig(workers=9)) == []
+    assert compare(TrainConfig(), TrainConfig(workers=9, pixel_cache_gb="1", report_to="none")) == []
+    together = TrainConfig(log_every_n_steps=9, dist_timeout=9.0, skip_memory_check=True)
+    assert len(compare(TrainConfig(), together)) == 3, "ranks that act on other values wait for each other"
 
 
 def test_a_path_may_differ_and_is_not_shown_but_is_given_everywhere_or_nowhere():
