@@ -48,7 +48,7 @@ test-slow: $(VENV)/.installed-test
 # Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh) and
 # the launchers that are not installed (openmpi-bin, slurm-wlm).
 test-cluster: $(VENV)/.installed-test
-	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m cluster -o addopts='' -v -rs $(SKIPS) --durations 0 --durations-min 1
+	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m 'cluster and not slow' -o addopts='' -v -rs $(SKIPS) --durations 0 --durations-min 1
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,14 +1,9 @@
 """Problems that launch/check.sh reports, found in hosts' reports, without hosts."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from infcl.cluster import check
 from infcl.cluster.check import fetch, gpus, problems, shared_folder
-from tests.lib.checkout import ROOT
 from tests.lib.launch_scripts import executable
 
 HOSTS = {"a": 8, "b": 8, "c": 8}
@@ -93,13 +88,6 @@ def test_hosts_without_gpus_are_right_only_for_ranks_on_cpus(tmp_path, monkeypat
     monkeypatch.setattr(check, "fetch", lambda host, shared: report(gpus=[], shared=folder))
     assert check.main([str(tmp_path / "hosts"), str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{counts}, 0 GPUs: right for ranks on CPUs (no host has nvidia-smi)\n"
-
-
-def test_a_host_reports_itself_as_one_line_of_json(tmp_path):
-    command = [sys.executable, "-m", "infcl.cluster.check", "--report", "a", str(tmp_path)]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert set(json.loads(printed)) == {"software", "gpus", "gpu_error", "shared"}
-    assert (tmp_path / ".check-a").is_file()
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import json
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.lib.checkout import ROOT
-from tests.lib.cluster_run import MARKS, flags, launch_script, ranks_on, small_disk, start, train, wait_until_gone
+from tests.lib.cluster_run import MARKS, flags, launch_script, ranks_on, small_disk, start, wait_until_gone
 from tests.lib.entry import alone, losses
 from tests.lib.hosts import PATH, Hosts
 from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
@@ -44,16 +43,22 @@ def hosts(tmp_path):
         yield hosts
 
 
-def test_a_pulled_cable_ends_the_run_on_both_sides_and_names_the_host(demo_folder, tmp_path, hosts, one_rank_losses):
+def test_a_host_that_stands_still_is_waited_for_and_a_pulled_cable_ends_the_run_on_both_sides(
+    demo_folder, tmp_path, hosts, one_rank_losses
+):
     process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
     wait_for_checkpoint(tmp_path, process)
+    stopped, latest = ranks_on(hosts[1]), tmp_path / "run" / "checkpoints" / "latest"
+    for rank in stopped:
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(HOST_TIMEOUT / 2)
+    saved = latest.read_text()
+    for rank in stopped:
+        rank.send_signal(signal.SIGCONT)
+    wait_until(lambda: latest.read_text() != saved, 60, "no further checkpoint was written", process)
     hosts[1].link("down")
-    pulled = time.monotonic()
-    gone = wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
+    wait_until_gone(hosts, seconds=6 * HOST_TIMEOUT)
     code, output = finish(process)
-    print(
-        f"link down: ranks gone after {gone:.0f} s, command after {time.monotonic() - pulled:.0f} s, exit code {code}"
-    )
     assert code != 0
     assert "worker-1: no heartbeat from worker-2 (rank 1) for" in output, output
     hosts[1].link("up")
@@ -96,20 +101,6 @@ def test_after_the_first_host_lost_power_supervise_continues_with_the_others(dem
     assert code == 0, output
     assert "worker-2: no answer from rank 0's node, worker-1 (rank 0), for" in output, output
     assert "supervise: on worker-2 slots=1 \n" in output and "resumed from" in output, output
-    assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
-
-
-def test_a_host_that_stands_still_for_a_while_is_waited_for(demo_folder, tmp_path, hosts, one_rank_losses):
-    process = launch_script(hosts, fault_flags(demo_folder, tmp_path))
-    wait_for_checkpoint(tmp_path, process)
-    stopped = ranks_on(hosts[1])
-    for rank in stopped:
-        rank.send_signal(signal.SIGSTOP)
-    time.sleep(HOST_TIMEOUT / 2)
-    for rank in stopped:
-        rank.send_signal(signal.SIGCONT)
-    code, output = finish(process)
-    assert code == 0, output
     assert losses(tmp_path) == pytest.approx(one_rank_losses, rel=1e-4)
 
 
@@ -181,9 +172,9 @@ def test_a_shared_disk_that_fails_on_one_host_and_then_on_all_is_reported_with_t
 
 def test_a_dead_entry_of_the_hostfile_is_reported(demo_folder, tmp_path, hosts):
     hosts.hostfile.write_text("worker-1 slots=1\nworker-9 slots=1\n")
-    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--dist-timeout", "0.5")))
+    code, output = finish(launch_script(hosts, fault_flags(demo_folder, tmp_path, "--dist-timeout", "0.25")))
     assert code != 0 and "worker-9" in output
-    assert "ranks 1 of 2 did not join within 30 s; joined: those on worker-1" in output, output
+    assert "ranks 1 of 2 did not join within 15 s; joined: those on worker-1" in output, output
     wait_until_gone(hosts, seconds=20)
 
 
@@ -191,21 +182,17 @@ def test_a_dead_entry_of_the_hostfile_is_reported(demo_folder, tmp_path, hosts):
     ("target", "change", "message"),
     [
         (ROOT / "infcl" / "__init__.py", "# a change\n", r"do not run the same: source: .* on worker-2 \(rank 1\)"),
-        (
-            ROOT / "ds_configs" / "zero1.json", ROOT / "ds_configs" / "zero3.json",
-            r"--deepspeed_config zero_optimization.stage: 1 on worker-1 \(rank 0\); 3 on worker-2 \(rank 1\)",
-        ),
         ("logs", "folder", r"worker-2: \S+/logs/run is not the folder that worker-1 writes to"),
     ],
-    ids=["code", "preset", "run folder"],
-)  # fmt: skip
+    ids=["code", "run folder"],
+)
 def test_a_host_with_another_file_or_folder_is_rejected_by_name(demo_folder, tmp_path, hosts, target, change, message):
     logs, other = tmp_path / "logs", tmp_path / "other"
     logs.mkdir()
     if change == "folder":
         other.mkdir()
     else:
-        other.write_text(change.read_text() if isinstance(change, Path) else target.read_text() + change)
+        other.write_text(target.read_text() + change)
     mounted = hosts[1].run(["mount", "--bind", other, tmp_path / target])
     assert mounted.returncode == 0, mounted.stderr
     code, output = finish(launch_script(hosts, fault_flags(demo_folder, logs)))
@@ -227,23 +214,3 @@ def test_flags_with_spaces_and_shell_characters_survive_ssh(tmp_path, hosts):
     code, output = finish(process)
     assert code == 0, output
     assert [json.loads((tmp_path / f"out{rank}").read_text()) for rank in (0, 1)] == [words, words]
-
-
-def test_a_plain_deepspeed_command_takes_every_way_to_name_shards(demo_folder, tmp_path, hosts):
-    """Its words pass through a shell on each host, which expands braces; a file of urls keeps other characters."""
-    shards = sorted(Path(demo_folder, "train").glob("*.tar"))
-    folder, odd = tmp_path / "folder", tmp_path / "it's (1) {a}.tar"
-    folder.mkdir()
-    for number, shard in enumerate(shards):
-        (odd if number == 0 else folder / shard.name if number == 1 else tmp_path / f"{number - 2}.tar").symlink_to(
-            shard
-        )
-    (tmp_path / "urls.txt").write_text(f"{odd}\n")
-    braces = f"{tmp_path}/{{0..{len(shards) - 3}}}.tar"
-    words = flags(demo_folder, tmp_path, "--batch-size", "8", "--steps", "2", "--aug-cfg", "scale=1.0,1.0")
-    words[words.index("--train-data") + 1 : words.index("--train-data") + 2] = [braces, f"@{tmp_path}/urls.txt", folder]
-    code, output = train(hosts, words)
-    assert code == 0, output
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["train_data"].endswith(f"::@{tmp_path}/urls.txt::{folder}") and config["aug_cfg"] == {"scale": [1, 1]}
-    assert re.search(r"data +1,536 samples", output), output  # all shards

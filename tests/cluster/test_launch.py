@@ -7,16 +7,6 @@ import pytest
 from tests.lib.checkout import ROOT
 from tests.lib.launch_scripts import run
 
-
-def test_quoted_words_come_out_of_a_shell_as_they_went_in():
-    words = ["plain-1.0/x=y", "", "a b", "{0..3}", "$(id) `id` $HOME", 'it\'s "so"', "; & | > <", "%h *?[a]", "é\\n\t"]
-    script = (
-        'source launch/quote.sh; line=; for w in "$@"; do line+=" $(quote "$w")"; done; eval "printf \'%s\\0\' $line"'
-    )
-    printed = subprocess.run(["bash", "-c", script, "-", *words], cwd=ROOT, capture_output=True, check=True).stdout
-    assert printed.decode().split("\0")[:-1] == words
-
-
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "SLURM_JOB_NODELIST": "n[1-2]"}
 FLAGS = ["--logs", "logs", "--name", "first"]
 

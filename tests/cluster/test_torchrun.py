@@ -1,5 +1,6 @@
 """torchrun as launch/torchrun.sh starts it: what it is given, and whose exit code comes out."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from tests.lib.checkout import ROOT
-from tests.lib.hosts import PATH
+from tests.lib.entry import ON_CPU
 from tests.lib.launch_scripts import run
 from tests.lib.waiting import wait_until
 
@@ -48,21 +49,17 @@ def test_under_torchrun_a_failed_ranks_code_comes_out(tmp_path, end, code):
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGUSR1]
 )
 def test_torchrun_that_is_signalled_to_end_forwards_it_to_its_ranks_and_has_the_signals_code(tmp_path, number):
-    """SIGUSR1, as launch/supervise.sh passes it on, ended torchrun alone and left the ranks behind."""
+    """SIGUSR1, as launch/supervise.sh passes it on, ended torchrun alone and left its ranks behind (one, on a CPU)."""
     program, started, printed = tmp_path / "program.py", tmp_path / "started", tmp_path / "printed"
     program.write_text(
-        "import pathlib, signal, sys, time\n"
+        "import os, pathlib, signal, sys, time\n"
         f"signal.signal({number:d}, lambda *_: (pathlib.Path({str(printed)!r}).touch(), sys.exit(1)))\n"
-        f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
+        f"pathlib.Path({str(started)!r} + os.environ['WORLD_SIZE']).touch()\ntime.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--nproc-per-node", "1", "--", program]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        wait_until(started.exists, 300, "its rank did not start", process)
+    command, environment = [sys.executable, "-m", "infcl.cluster.torchrun", "--standalone", "--", program], os.environ
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment | ON_CPU
+    ) as process:
+        wait_until((tmp_path / "started1").exists, 300, "its rank did not start", process)
         process.send_signal(number)
         assert process.wait(300) == 128 + number and printed.exists()
-
-
-def test_without_a_gpu_torchrun_starts_one_rank(tmp_path):
-    (tmp_path / "pretrain_clip.py").write_text("import os\nprint(os.environ['WORLD_SIZE'], 'ranks')\n")
-    done = run("torchrun.sh", tmp_path=tmp_path, programs={}, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), PATH=PATH)
-    assert (done.returncode, done.stdout) == (0, "1 ranks\n"), done.stderr
