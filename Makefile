@@ -45,7 +45,7 @@ test-all: $(VENV)/.installed-test
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m 'slow and $(ON_A_CPU)' -o addopts='' -q -rs $(SKIPS)
 
-# Hosts made of network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh) and
+# 32 ranks on four hosts: pytest -m "cluster and slow" -o addopts="". Hosts are network namespaces; skips, with the reason, where they cannot be made (root, openssh-server, pdsh) and
 # the launchers that are not installed (openmpi-bin, slurm-wlm).
 test-cluster: $(VENV)/.installed-test
 	timeout --kill-after 60 $(CLUSTER_SECONDS) $(BIN)/python -m pytest -m 'cluster and not slow' -o addopts='' -v -rs $(SKIPS) --durations 0 --durations-min 1
