@@ -8,8 +8,6 @@ In: image and text features [b, D] of this rank, scale (and bias). Out: a float3
 its gradients over the group is the gradient of the global mean loss.
 """
 
-import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,7 +32,6 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 LOSSES = tuple(_LOSSES)
 TILED = ("inf_cl", "siglip")  # the others store the logits
-_REPAIRED_BELOW = (96 + 76) * math.log(2)  # the bound on the logits minus a row's largest (kernels/triton_forward)
 
 
 class ContrastiveLoss(nn.Module):
@@ -136,8 +133,6 @@ class ContrastiveLoss(nn.Module):
                 of_teacher |= {"group": group, "options": arguments["options"]}
                 divergence = distillation_loss(image_features, first_texts, logit_scale, **of_teacher)
                 loss = loss + self.distillation * divergence
-        if not self._agreed and self.name == "inf_cl":
-            _warn_of_long_features(image_features, text_features, logit_scale)
         self._agreed |= own
         return {"contrastive_loss": loss} if output_dict else loss
 
@@ -149,21 +144,6 @@ class ContrastiveLoss(nn.Module):
                     f"{self.name}: rank {rank} has features of {what} {value}, all ranks had {self._agreed[what]} in "
                     "the first call; with fixed_shape=True every call needs as many samples and the same towers trained"
                 )
-
-
-def _warn_of_long_features(images: Tensor, texts: Tensor, scale: Tensor | float) -> None:
-    """Warn if a few long rows make the Triton forward compute all other rows a second time (triton_forward._repair)."""
-    with torch.no_grad():
-        wide = torch.promote_types(images.dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(side, dim=1, dtype=wide) for side in (images, texts)]
-        longest, typical = (math.prod(float(of(side)) for side in norms) for of in (torch.max, torch.median))
-        scale = float(scale)
-    if scale * (longest - typical) > _REPAIRED_BELOW:
-        warnings.warn(
-            f"inf_cl: the largest feature norms have the product {longest:.3g}, typical ones {typical:.3g}. At scale "
-            f"{scale:.3g} most rows take a slower, exact path on a GPU. Normalise the features to unit length.",
-            stacklevel=3,
-        )
 
 
 class InfCLLoss(ContrastiveLoss):

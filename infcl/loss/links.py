@@ -11,8 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from infcl.parallel import gather_objects
-
 RINGS = ("auto", "flat", "two-level")
 
 
@@ -65,38 +63,19 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     NCCL sends the messages of one group one after another. On the group's own connections, the hops within a node would
     wait for the hop between nodes, which they should overlap. If WORLD was started with a device_id, PyTorch creates a
     group by splitting WORLD's communicator. Then every rank of WORLD must call this with its own group, as the
-    data-parallel groups of a run do.
-
-    Raises:
-        RuntimeError: on all ranks, if the ranks are in different numbers of groups (see _require_one_name).
+    data-parallel groups of a run do. If only part of WORLD calls it, all its ranks must be in as many groups: PyTorch
+    names the new group after its ranks and that number.
     """
     if group not in _second_groups:
         ranks = dist.get_process_group_ranks(group)
-        is_local = len(ranks) < dist.get_world_size()
-        if is_local:
-            _require_one_name(group)
         _second_groups[group] = dist.new_group(
             ranks,
             timeout=timeout_of(group),
             backend=dist.get_backend(group),
-            use_local_synchronization=is_local,
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
             group_desc="infcl ring between nodes",
         )
     return _second_groups[group]
-
-
-def _require_one_name(group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError unless all ranks are in the same number of groups.
-
-    If only part of WORLD creates a group, PyTorch derives its name from its ranks and from that number. Ranks with
-    different names would wait for each other until the group's timeout.
-    """
-    counts = gather_objects(len(dist.distributed_c10d._world.pg_names), group)
-    if len(set(counts)) > 1:
-        raise RuntimeError(
-            f"a two-level ring needs a second group of its ranks, each in as many groups: they are in {counts}. Make "
-            "groups of which every rank is in one, or take ring='flat'"
-        )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
