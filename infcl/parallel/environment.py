@@ -4,10 +4,8 @@ Only infcl/parallel reads a launcher's variables. It supports deepspeed, torchru
 one rank.
 """
 
-import argparse
 import os
 import re
-from pathlib import Path
 
 # each launcher's variables for (rank, world size, local rank); the first launcher whose rank is set is used
 VARIABLES = (
@@ -49,69 +47,12 @@ def export_rank(rank: int, world_size: int, local_rank: int) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def deepspeed_launcher() -> int | None:
-    """Return the process id of the DeepSpeed launcher that started this process, or None."""
-    return launcher("deepspeed.launcher.launch")
-
-
 def launcher(*modules: str) -> int | None:
     """Return the process id of the parent of this process if it runs one of these modules, else None."""
-    parent = os.getppid()
-    return parent if set(modules) & set(_command(parent)) else None
-
-
-def deepspeed_runner() -> int | None:
-    """Return the process id of the `deepspeed` command, or None if it runs on another node.
-
-    It is the parent of DeepSpeed's launcher. With a hostfile, ssh starts the launcher instead.
-    """
-    parent = deepspeed_launcher()
-    runner = None if parent is None else parent_of(parent)
-    if runner is None:
-        return None
-    names = {Path(word).name for word in _command(runner)}
-    return runner if names & {"deepspeed", "deepspeed.launcher.runner"} else None
-
-
-def parent_of(process: int) -> int | None:
-    """Return the parent's process id: 0 if it is outside this container, None if the process has ended."""
     import psutil  # the library's losses import this package with torch alone
 
+    parent = os.getppid()
     try:
-        return psutil.Process(process).ppid()
+        return parent if set(modules) & set(psutil.Process(parent).cmdline()) else None
     except psutil.Error:
         return None
-
-
-def require_hostfile() -> None:
-    """Reject a hostfile that does not exist. DeepSpeed only logs a warning and trains on this node alone.
-
-    Raises:
-        ValueError: the --hostfile of the `deepspeed` command on this node is not a file.
-    """
-    runner = deepspeed_runner()
-    if runner is None:
-        return
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    flags.add_argument("-H", "--hostfile")
-    hostfile = flags.parse_known_args(_command(runner))[0].hostfile
-    if hostfile is None:
-        return
-    import psutil
-
-    try:
-        if (Path(psutil.Process(runner).cwd()) / hostfile).is_file():
-            return
-    except psutil.Error:  # the process has ended, or belongs to another user
-        return
-    raise ValueError(f"deepspeed was given --hostfile {hostfile}, which does not exist: it started this node alone")
-
-
-def _command(process: int) -> list[str]:
-    """Return the words of a process's command line, or [] if it cannot be read."""
-    import psutil
-
-    try:
-        return psutil.Process(process).cmdline()
-    except psutil.Error:
-        return []

@@ -16,13 +16,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from infcl.parallel.environment import (
-    binds_ranks,
-    export_rank,
-    read_environment,
-    read_ranks_per_node,
-    require_hostfile,
-)
+from infcl.parallel.environment import binds_ranks, export_rank, read_environment, read_ranks_per_node
 from infcl.parallel.heartbeat import Heartbeat
 from infcl.parallel.host_limits import core_quota
 from infcl.parallel.rendezvous import LOOPBACK, Node, join_all, open_store
@@ -96,7 +90,7 @@ def init_parallel(
 
     Raises:
         ValueError: there is no GPU for this rank; ranks belong to another run; nodes differ in software, settings or
-            devices; the hostfile does not exist.
+            devices.
         RuntimeError: ranks did not join in time.
     """
     rank, world_size, local_rank = read_environment()
@@ -105,14 +99,12 @@ def init_parallel(
     if not dist.is_initialized():
         bound = binds_ranks()
         export_rank(rank, world_size, local_rank)
-        require_hostfile()
         if os.environ.get("MASTER_ADDR", LOOPBACK[0]) in LOOPBACK and "lo" in dict(socket.if_nameindex()).values():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else that of the hostname, which may have no address
         timeout = datetime.timedelta(minutes=timeout_minutes)
         store = open_store(rank, world_size, timeout=timeout, run=run)
         own = {**settings, "device": target.type}
-        uuid = str(torch.cuda.get_device_properties(target).uuid) if target.type == "cuda" else None
-        nodes = join_all(store, rank, local_rank, world_size, timeout=timeout, settings=own, gpu=uuid)
+        nodes = join_all(store, rank, local_rank, world_size, timeout=timeout, settings=own)
         _share_cores(next(node.num_ranks for node in nodes if rank in node.ranks), bound=bound)
         if len(nodes) > 1:
             sizes = {node.num_ranks for node in nodes}

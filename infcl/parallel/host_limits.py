@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-_PROCESS = Path("/proc/self")
+_OWN_GROUP, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def host_memory_bytes() -> float:
@@ -55,20 +55,13 @@ def _quota(group: Path) -> float:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folder of each group around this process.
+    """Yield the folder of each group around this process, the innermost first.
 
-    A container may see its own group as the mount's root, under the host's path or another one. So a path that is not
-    below the mount's root resolves to the mount itself. (So does a mount of a group without this process.)
+    A container may see its own group as the root, under the host's path: then only the root exists.
     """
-    files = _PROCESS / "cgroup", _PROCESS / "mountinfo"
-    lines, mounts = (file.read_text().splitlines() if file.is_file() else [] for file in files)
-    path = next((Path(line.removeprefix("0::")) for line in lines if line.startswith("0::")), None)
-    for root, mount in (line.split()[3:5] for line in mounts if " - cgroup2 " in line):
-        if path is not None:
-            own = Path(mount)
-            if path.is_relative_to(root) and ".." not in path.parts and (own / path.relative_to(root)).is_dir():
-                own /= path.relative_to(root)
-            for group in (own, *own.parents):
-                yield group
-                if group == Path(mount):
-                    break
+    if not _OWN_GROUP.is_file():
+        return
+    path = next((line[len("0::/") :] for line in _OWN_GROUP.read_text().splitlines() if line.startswith("0::/")), "")
+    for group in (_ROOT / path, *(_ROOT / path).parents):
+        if group.is_dir() and group.is_relative_to(_ROOT) and ".." not in group.parts:
+            yield group

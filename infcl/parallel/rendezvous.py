@@ -1,7 +1,7 @@
 """Rendezvous: before the process group starts, all ranks exchange their host, software and settings through a store.
 
-`join_all` waits for all ranks and reports missing ones. It rejects nodes that differ in software or settings, and ranks
-that share a GPU. The nodes may have different versions of torch.
+`join_all` waits for all ranks and reports missing ones. It rejects nodes that differ in software or settings. The nodes
+may have different versions of torch.
 """
 
 import errno
@@ -17,12 +17,13 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-from infcl.parallel.environment import deepspeed_launcher
+from infcl.parallel.environment import launcher
 from infcl.parallel.host_info import differences, software
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _RUN = "infcl run"  # key in the store: the run and its number of ranks
 PATIENCE = 30.0  # seconds between two messages about ranks that have not joined
+READING = 5.0  # seconds in which the other ranks read why the run ends
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def open_store(rank: int, world_size: int, *, timeout: timedelta, run: str = "")
     port = store.port
     os.environ["MASTER_PORT"] = str(port)
     _require_own(store, f"{run} of {world_size} ranks".strip(), rank, f"port {port} of {host}", timeout)
-    launcher = deepspeed_launcher() if host in LOOPBACK else None  # each of several nodes has its own
-    return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {launcher}", store)
+    parent = launcher("deepspeed.launcher.launch") if host in LOOPBACK else None  # each of several nodes has its own
+    return dist.PrefixStore(f"infcl {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {parent}", store)
 
 
 def _require_own(store: dist.Store, run: str, rank: int, where: str, timeout: timedelta) -> None:
@@ -104,22 +105,20 @@ def join_all(
     *,
     timeout: timedelta,
     settings: Mapping[str, str] = MappingProxyType({}),
-    gpu: str | None = None,
 ) -> list[Node]:
     """Wait until every rank has joined, and compare the nodes. Collective.
 
     Args:
         settings: {name: value} that must be equal on all nodes; those of each node's first rank are compared.
-        gpu: UUID of this rank's GPU, which no other rank of the node may have; None on CPUs.
 
     Returns:
         All nodes of the run, in the order of ranks.
 
     Raises:
-        ValueError: nodes differ in software or settings, or ranks of a node share a GPU.
+        ValueError: nodes differ in software or settings.
         RuntimeError: ranks did not join within `timeout`; the message lists them.
     """
-    own: dict = {"host": socket.gethostname(), "local_rank": local_rank, "gpu": gpu}
+    own: dict = {"host": socket.gethostname(), "local_rank": local_rank}
     if local_rank == 0:
         own |= {"software": software(), "settings": dict(settings)}
     store.set(f"rank {rank}", json.dumps(own))
@@ -137,35 +136,22 @@ def join_all(
     store.add("have read", 1)
     if "ranks" in found:
         return nodes_of(found["ranks"])
-    deadline = time.monotonic() + 5  # rank 0 serves the store, so it exits after the other ranks have read the answer
+    deadline = (
+        time.monotonic() + READING
+    )  # rank 0 serves the store, so it exits after the other ranks have read the answer
     while rank == 0 and store.add("have read", 0) < world_size and time.monotonic() < deadline:
         time.sleep(0.1)
     raise ValueError(found["ValueError"]) if "ValueError" in found else RuntimeError(found["RuntimeError"])
 
 
 def _compare(everyone: list[dict]) -> list[tuple[str, int]]:
-    """Return [(host, local rank)]. Raise ValueError if nodes differ, or ranks of a node share a GPU."""
+    """Return [(host, local rank)]. Raise ValueError if nodes differ."""
     ranks = [(one["host"], one["local_rank"]) for one in everyone]
-    nodes = nodes_of(ranks)
-    firsts = {str(node): everyone[node.first_rank] for node in nodes}
+    firsts = {str(node): everyone[node.first_rank] for node in nodes_of(ranks)}
     for kind, what in (("software", "do not run the same"), ("settings", "were not given the same")):
         if lines := differences({node: one[kind] for node, one in firsts.items() if kind in one}):
             raise ValueError(f"the nodes {what}: {'; '.join(lines)}")
-    if shared := [line for node in nodes for line in _shared_gpus(node, everyone)]:
-        raise ValueError("; ".join(shared))
     return ranks
-
-
-def _shared_gpus(node: Node, everyone: list[dict]) -> list[str]:
-    ranks: dict[str, list[int]] = {}
-    for rank in node.ranks:
-        ranks.setdefault(everyone[rank]["gpu"] or f"CPU of rank {rank}", []).append(rank)
-    return [
-        f"ranks {_ranges(some)} on {node.host} have one GPU, {gpu}: start at most {len(ranks)} per node, "
-        "or let the scheduler give each rank its own"
-        for gpu, some in ranks.items()
-        if len(some) > 1
-    ]
 
 
 def _no_rank_0(rank: int, timeout: timedelta) -> RuntimeError:

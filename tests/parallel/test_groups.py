@@ -1,6 +1,5 @@
 """Devices and cores of a rank, before and after the rendezvous."""
 
-import itertools
 import math
 import os
 import subprocess
@@ -9,11 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from infcl.parallel import groups
-from infcl.parallel.environment import VARIABLES
-from infcl.parallel.rendezvous import Node
 from tests.lib.checkout import ROOT
 
 
@@ -97,23 +93,3 @@ def test_the_ranks_of_a_host_share_its_cores(monkeypatch, ranks, cores, threads,
         monkeypatch.setenv("OMP_NUM_THREADS", "96")
         groups._share_cores(ranks, bound=bound)
         set_num_threads.assert_called_once()
-
-
-@pytest.mark.parametrize("bound", [False, True])
-def test_a_rank_shares_the_cores_of_its_own_host(monkeypatch, bound):
-    """srun binds ranks, deepspeed does not."""
-    nodes = [Node("a", 0, 2), Node("b", 2, 3)]
-    names = VARIABLES[2 if bound else 0]
-    for name in itertools.chain(*VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {**dict(zip(names, (3, 5, 1))), "DS_ACCELERATOR": "cpu"}.items():
-        monkeypatch.setenv(name, str(value))
-    for name in ("require_hostfile", "open_store", "Heartbeat"):
-        monkeypatch.setattr(groups, name, mock.Mock())
-    monkeypatch.setattr(groups, "join_all", lambda *_, **__: nodes)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", mock.Mock())
-    monkeypatch.setattr(type(dist.group), "WORLD", mock.Mock())
-    with mock.patch.object(groups, "_share_cores") as share, mock.patch.dict(os.environ):  # it sets RANK and others
-        groups.init_parallel("cpu")
-    share.assert_called_once_with(3, bound=bound)
