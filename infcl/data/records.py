@@ -222,7 +222,8 @@ def stream_records(
     """Yield (key, record) of every sample, in order; with `world_size` > 1, of samples rank, rank + world_size, ...
 
     Args:
-        failed: called with (cause, url, error) for each shard that cannot be opened or is damaged.
+        failed: called with (cause, url, error) for each shard that cannot be opened or is damaged, and for each sample
+            without an image.
         on_part: called with the number of each shard before it is read.
         rank, world_size: of the members of other samples only the headers are read.
     """
@@ -231,7 +232,9 @@ def stream_records(
         on_part(number)
         try:
             with contextlib.closing(open_copy(url)) as file:
-                rows, _, damage = find_samples(file.pread, file.file_bytes, url, keys)
+                rows, bad_keys, damage = find_samples(file.pread, file.file_bytes, url, keys)
+                for key in bad_keys.get("no_image", ()):
+                    failed("no_image", url, ValueError(f"{url} {printable(key)}: no image"))
                 if damage:
                     failed("damaged_shard", url, ValueError(f"{url}: {damage}"))
                 own = islice(rows.items(), first, None, world_size)

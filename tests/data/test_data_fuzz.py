@@ -47,11 +47,16 @@ KINDS = {
     "duplicate": ([("png", _PNG), ("txt", _TEXT), ("txt", _TEXT)], "", None),
     "pickle": ([("png", _PNG), ("txt", _TEXT), ("pkl", b"PAYLOAD"), ("pyd", b"PAYLOAD")], "", None),
     "truncated": ([("jpg", _JPEG[:700]), ("txt", _TEXT)], "broken_image", None),
+    "scan with zeros": ([("jpg", _JPEG[:700] + bytes(200) + _JPEG[900:]), ("txt", _TEXT)], "", None),
+    "NUL in the caption": ([("png", _PNG), ("txt", b"a\x00b")], "", None),
     "web page": ([("jpg", b"<html>404</html>"), ("txt", _TEXT)], "not_an_image", None),
     "empty image": ([("webp", b""), ("txt", _TEXT)], "empty_image_file", None),
     "bomb": ([("png", png_bomb(20_000, 20_000)), ("txt", _TEXT)], "image_too_large", None),
+    "one pixel wide": ([("png", encode(picture(0, 40, 1))), ("txt", _TEXT)], "image_too_small_or_thin", None),
+    "GIF": ([("jpg", encode(picture(1), "GIF")), ("txt", _TEXT)], "not_an_image", None),
     "blank caption": ([("png", _PNG), ("txt", b" \n")], "empty_caption", None),
     "broken json": ([("png", _PNG), ("json", b'{"caption": ')], "bad_json", None),
+    "nested json": ([("png", _PNG), ("json", b"[" * 99_999)], "bad_json", None),
     "null caption": ([("png", _PNG), ("json", b'{"caption": null}')], "no_caption", None),
     "no image": ([("txt", _TEXT)], "index/no_image", None),
     "no caption": ([("png", _PNG)], "index/no_caption", None),
@@ -119,6 +124,25 @@ def check_broken_samples(case, folder, tokenizer):
 @given(case=broken_samples())
 def test_faults_are_counted_by_cause_and_no_good_sample_is_lost(case, tmp_path_factory, tokenizer):
     check_broken_samples(case, tmp_path_factory.mktemp("broken"), tokenizer)
+
+
+def test_the_streaming_reader_skips_the_same_samples_by_cause(tmp_path, tokenizer):
+    payload = pickle.dumps(Payload(tmp_path / "executed"))
+    members = [
+        (f"{i}.{extension}", payload if data == b"PAYLOAD" else data)
+        for i, (content, _, _) in enumerate(KINDS.values())
+        for extension, data in content
+    ]
+    write_tar(tmp_path / "0.tar", members)
+    options = {"dataset_type": "streaming", "num_samples": len(USABLE) + 1}  # a second pass begins
+    loader = small_loader(str(tmp_path), tokenizer, max_bad_fraction=1.0, **options)
+    assert len({int(batch["ids"]) for (batch,) in loader}) == len(USABLE)
+    report = loader.report()
+    causes = Counter(cause.removeprefix("index/") for _, cause, _ in KINDS.values() if cause)
+    assert {name[8:] for name in report if name.startswith("skipped/")} == causes.keys()
+    assert all(report[f"skipped/{cause}"] >= n for cause, n in causes.items())
+    assert report["noted/caption_cut"] == report["noted/caption_truncated"] == report["noted/caption_not_utf8"] == 1
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.slow
