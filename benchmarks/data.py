@@ -36,7 +36,7 @@ from infcl.data.shards import load_manifest
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.data.transforms import TrainTransform
-from infcl.data.workers import NoBatch, WorkerBoard
+from infcl.data.workers import NoBatch
 
 WORDS = "a photo of the red old small house near river with two people walking under bright evening sky".split()
 JITTER = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.2}
@@ -78,7 +78,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     def dataset(**augmentation) -> IndexedDataset:
         transform = TrainTransform(size, **augmentation)
         decoder = SampleDecoder(tokenizer, transform, seed=0, keys=SampleKeys(), limits=ImageLimits())
-        return IndexedDataset(reader, decoder, WorkerBoard(0, str))
+        return IndexedDataset(reader, decoder)
 
     def augment(**augmentation) -> Callable[[], int]:
         transform = TrainTransform(size, **augmentation)

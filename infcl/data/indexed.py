@@ -19,7 +19,7 @@ from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
 from infcl.data.records import BadSample, Record, ShardReader
 from infcl.data.samples import BatchBuilder, DecodedSample, SampleDecoder
 from infcl.data.table import TableReader
-from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, WorkerBoard
+from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, new_log, watch
 
 _log = logging.getLogger(__name__)
 Collection = ShardReader | TableReader
@@ -28,15 +28,14 @@ Collection = ShardReader | TableReader
 class IndexedDataset:
     """Map-style dataset for torch's DataLoader. Its keys are (epoch, first position, sample numbers)."""
 
-    def __init__(self, collection: Collection, decoder: SampleDecoder, board: WorkerBoard):
-        self.collection, self.decoder, self.board = collection, decoder, board
-        self.builder = BatchBuilder(decoder, board)
+    def __init__(self, collection: Collection, decoder: SampleDecoder):
+        self.collection, self.decoder, self.builder = collection, decoder, BatchBuilder(decoder)
         self.num_samples = int(collection.counts.sum())
 
     def __getitem__(self, item: tuple[int, int, np.ndarray]) -> tuple[MicroBatch | None, ReadLog] | NoBatch:
         epoch, first, ids = item
         try:
-            records = enumerate(self.collection.read(ids, on_part=self.board.reads))
+            records = enumerate(self.collection.read(ids))
             return self.builder.batch(
                 [self._decode_or_replace(record, epoch, first + i, int(ids[i])) for i, record in records]
             )
@@ -45,8 +44,7 @@ class IndexedDataset:
 
     def exactly(self, epoch: int, first: int, ids: torch.Tensor) -> MicroBatch:
         """Return the micro-batch at position `first` of the samples `ids`. Raises BadSample, replaces nothing."""
-        log: ReadLog = {"skipped": [], "noted": []}
-        records = self.collection.read(ids.numpy())
+        log, records = new_log(), self.collection.read(ids.numpy())
         samples = [self.decoder.decode(record, epoch, first + i, log) for i, record in enumerate(records)]
         return self.decoder.batch(samples, ids.tolist(), log)
 
@@ -57,7 +55,7 @@ class IndexedDataset:
             attempt += 1
             raw = draw(self.decoder.seed, epoch, position, stream=attempt, count=1)[0]
             number = int(raw) % self.num_samples
-            record = self.collection.read(np.array([number]), on_part=self.board.reads)[0]
+            record = self.collection.read(np.array([number]))[0]
         return decoded
 
 
@@ -88,7 +86,6 @@ class PlanSampler:
 class IndexedSource(Source):
     """Source on a DataLoader over the plan. Workers persist over resumes, and read ahead over the end of an epoch."""
 
-    board: WorkerBoard
     repeats = True
 
     def __init__(self, collection: Collection, data: DataConfig, decoder: SampleDecoder, share: Share):
@@ -102,10 +99,9 @@ class IndexedSource(Source):
         if self.num_samples > total:
             raise ValueError(f"{self.num_samples} samples per epoch were requested (--train-num-samples), but {where}")
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
-        self.sha256, self.board = collection.sha256, WorkerBoard(data.workers, collection.name_of)
-        self._micro_batches_per_step = share.batch.num_micro_batches
+        self.sha256, self._micro_batches_per_step = collection.sha256, share.batch.num_micro_batches
         self._sampler = PlanSampler(collection, share, self.steps_per_epoch, decoder.seed)
-        self._dataset = IndexedDataset(collection, decoder, self.board)
+        self._dataset = IndexedDataset(collection, decoder)
         self._loader = data.loader(
             self._dataset, decoder, share, sampler=self._sampler, persistent_workers=data.workers > 0
         )
@@ -116,7 +112,7 @@ class IndexedSource(Source):
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
         self._sampler.epoch, self._sampler.step, self._sampler.again = epoch, step, again
         used: dict[tuple[int, int], torch.Tensor] = {}  # position of each micro-batch of a step -> its sample numbers
-        for position, (batch, log) in zip(self._sampler.positions(), self.board.watch(self._loader)):
+        for position, (batch, log) in zip(self._sampler.positions(), watch(self._loader)):
             if position not in used and len(used) == self._micro_batches_per_step:
                 used.clear()
             ids = used.setdefault(position, batch["ids"].clone())

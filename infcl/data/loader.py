@@ -68,6 +68,7 @@ class StepLoader:
         self._examples: dict[str, str] = {}
         self._by_shard: Counter[tuple[str, str]] = Counter()  # (shard, cause)
         self._next_warning: dict[str, float] = {}
+        self._memory_mb: dict[int, float] = {}
         self._window = min(_WINDOW, self.steps_per_epoch * share.batch.num_micro_batches * share.rows)
         self._window_good, self._window_bad = 0, 0
         self.too_many_bad: TooManyBadSamples | None = None  # raised after all micro-batches of the step are consumed
@@ -170,11 +171,12 @@ class StepLoader:
 
     def worker_memory_mb(self) -> list[float]:
         """Return the resident memory (MB) of each worker process after its last batch; empty before the first."""
-        return self._source.board.memory_mb() if self._source.board else []
+        return list(self._memory_mb.values())
 
     def _account(self, batch: MicroBatch, log: ReadLog) -> None:
         size, bad = len(batch["ids"]), len(log["skipped"])
         self._counts["samples"] += size
+        self._memory_mb.update(log["memory_mb"])
         for cause, shard, message in log["skipped"]:
             name = f"skipped/{cause}"
             self._counts[name] += 1

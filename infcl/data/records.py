@@ -93,25 +93,14 @@ class ShardReader:
         shards = len(self.manifest.shards)
         return f"{counted(shards, 'shard')} hold{'s' * (shards == 1)} {self.manifest.num_samples} usable samples"
 
-    def name_of(self, part: int) -> str:
-        return self.manifest.shards[part].path
-
-    def read(
-        self, samples: np.ndarray, *, images: bool = True, on_part: Callable[[int], None] = lambda part: None
-    ) -> list[Record]:
-        """Return the records of the given samples, in their order.
-
-        Args:
-            samples: global sample numbers, int64 [n].
-            on_part: called with the number of each shard before it is read.
-        """
+    def read(self, samples: np.ndarray, *, images: bool = True) -> list[Record]:
+        """Return the records of the global sample numbers int64 [n], in their order."""
         shard_of = np.searchsorted(self.manifest.ends, samples, side="right")
         records: dict[int, Record] = {}
         for i in np.unique(shard_of).tolist():
             shard = self.manifest.shards[i]
             slots = np.flatnonzero(shard_of == i)
             rows = samples[slots] - (self.manifest.ends[i] - shard.samples)
-            on_part(i)
             try:
                 data, fault = self._read_shard(i, rows, images), None
             except ShardFault as error:
@@ -215,7 +204,6 @@ def stream_records(
     keys: SampleKeys,
     failed: Callable[[str, str, Exception], None],
     *,
-    on_part: Callable[[int], None] = lambda part: None,
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[tuple[str, Record]]:
@@ -224,12 +212,10 @@ def stream_records(
     Args:
         failed: called with (cause, url, error) for each shard that cannot be opened or is damaged, and for each sample
             without an image.
-        on_part: called with the number of each shard before it is read.
         rank, world_size: of the members of other samples only the headers are read.
     """
     first = rank  # row of the next sample in its shard
-    for number, url in enumerate(urls):
-        on_part(number)
+    for url in urls:
         try:
             with contextlib.closing(open_copy(url)) as file:
                 rows, bad_keys, damage = find_samples(file.pread, file.file_bytes, url, keys)

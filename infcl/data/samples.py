@@ -24,7 +24,7 @@ from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, BadSample, Record
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform
-from infcl.data.workers import MicroBatch, NoBatch, ReadLog, WorkerBoard, stack
+from infcl.data.workers import MicroBatch, NoBatch, ReadLog, new_log, stack, worker_memory_mb
 
 _BAD_IN_A_ROW = 10_000  # whether too many are bad is decided by their share (loader.py)
 _STORAGE_SECONDS = 60.0  # of bad samples in a row, if storage fails
@@ -169,15 +169,10 @@ class SampleDecoder:
 
 
 class BatchBuilder:
-    """The micro-batches of a reader: decode records, log and leave out bad ones, collate.
+    """The micro-batches of a reader: decode records, log and leave out bad ones, collate."""
 
-    Args:
-        board: records when a micro-batch is complete.
-    """
-
-    def __init__(self, decoder: SampleDecoder, board: WorkerBoard):
-        self.decoder, self.board = decoder, board
-        self.log: ReadLog = {"skipped": [], "noted": []}  # of the current micro-batch
+    def __init__(self, decoder: SampleDecoder):
+        self.decoder, self.log = decoder, new_log()  # of the current micro-batch
         self._bad_in_a_row, self._since, self._storage_fails = 0, 0.0, False
 
     def skip(self, cause: str, shard: str, why: object) -> None:
@@ -194,7 +189,7 @@ class BatchBuilder:
             self._bad_in_a_row += 1
             self._storage_fails |= record.fault is not None
             too_long = self._storage_fails and time.monotonic() >= self._since + _STORAGE_SECONDS
-            if self._bad_in_a_row == _BAD_IN_A_ROW or too_long:
+            if self._bad_in_a_row >= _BAD_IN_A_ROW or too_long:
                 last = self.log["skipped"][-1]
                 raise NoBatch.after(self._bad_in_a_row, last, storage_fails=self._storage_fails) from bad
             return None
@@ -205,8 +200,8 @@ class BatchBuilder:
         """Return the micro-batch of (sample, number) pairs, or None if there are none, and its log."""
         decoded, numbers = [sample for sample, _ in samples], [number for _, number in samples]
         batch = self.decoder.batch(decoded, numbers, self.log) if samples else None
-        log, self.log = self.log, {"skipped": [], "noted": []}
-        self.board.rests()
+        log, self.log = self.log, new_log()
+        log["memory_mb"].append(worker_memory_mb())
         return batch, log
 
 

@@ -18,7 +18,7 @@ from infcl.data.plan import Share, random_order
 from infcl.data.records import Record, stream_records
 from infcl.data.samples import BatchBuilder, DecodedSample, SampleDecoder, hash_63, join_batches
 from infcl.data.shards import expand_shards
-from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, WorkerBoard
+from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, new_log, watch
 
 _log = logging.getLogger(__name__)
 _SHUFFLE_BUFFER = 2048  # undecoded samples
@@ -27,22 +27,21 @@ _SHUFFLE_BUFFER = 2048  # undecoded samples
 class StreamingDataset(torch.utils.data.IterableDataset):
     """One pass over this worker's shards, as micro-batches; the last one may have fewer samples, or be None."""
 
-    def __init__(self, shards: list[str], decoder: SampleDecoder, share: Share, board: WorkerBoard):
-        self.shards, self.decoder, self.share, self.board = shards, decoder, share, board
+    def __init__(self, shards: list[str], decoder: SampleDecoder, share: Share):
+        self.shards, self.decoder, self.share = shards, decoder, share
         self.epoch, self.passes, self.done = 0, 0, 0.0  # the epoch, its passes so far, and the part of this one to skip
 
     def __iter__(self) -> Iterator[tuple[MicroBatch | None, ReadLog] | NoBatch]:
         import webdataset
 
-        builder = BatchBuilder(self.decoder, self.board)
+        builder = BatchBuilder(self.decoder)
         order = random_order(len(self.shards), self.decoder.seed, self.epoch).tolist()  # the same for all passes
         rng = random.Random(f"{self.decoder.seed} {self.epoch} {self.passes}")
 
         def records(parts: Iterable[dict[str, str]]) -> Iterator[Record]:
             own = [int(part["url"]) for part in parts]
             own = rng.sample(own, len(own)) if self.passes else own[int(len(own) * self.done) :]
-            urls = [self.shards[number] for number in own]
-            reads = stream_records(urls, self.decoder.keys, builder.skip, on_part=lambda at: self.board.reads(own[at]))
+            reads = stream_records([self.shards[number] for number in own], self.decoder.keys, builder.skip)
             return (record for _, record in reads)
 
         def decode(record: Record) -> tuple[DecodedSample, int] | None:
@@ -67,8 +66,6 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 class StreamingSource(Source):
     """Source on a DataLoader over a StreamingDataset. Workers restart each pass with a copy of the current dataset."""
 
-    board: WorkerBoard
-
     def __init__(self, data: DataConfig, decoder: SampleDecoder, share: Share):
         assert data.num_samples is not None, "checked with the flags"
         shards, workers = expand_shards(data.urls, allow_pipe=data.allow_pipe), max(1, data.workers)
@@ -81,8 +78,7 @@ class StreamingSource(Source):
         self.num_samples, self.found = data.num_samples, {}
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, f"an epoch has {self.num_samples} samples")
         self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
-        self.board = WorkerBoard(data.workers, shards.__getitem__)
-        self._dataset, self._share = StreamingDataset(shards, decoder, share, self.board), share
+        self._dataset, self._share = StreamingDataset(shards, decoder, share), share
         self._loader = data.loader(self._dataset, decoder, share)
 
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
@@ -95,11 +91,11 @@ class StreamingSource(Source):
     def _passes(self, epoch: int, done: float) -> Iterator[tuple[MicroBatch, ReadLog]]:
         """Yield micro-batches of `epoch`. All workers end their pass over the shards before the next one begins."""
         parts: list[MicroBatch] = []  # the last, smaller micro-batches of workers
-        pending: ReadLog = {"skipped": [], "noted": []}
+        pending = new_log()
         for passes in count():
             self._dataset.epoch, self._dataset.passes, self._dataset.done = epoch, passes, 0.0 if passes else done
             first, samples = passes > 0, 0  # the first one of a pass takes what the last one left
-            for batch, log in self.board.watch(self._loader):
+            for batch, log in watch(self._loader):
                 pending = {name: pending[name] + log[name] for name in pending}
                 if batch is None:
                     continue
@@ -111,7 +107,7 @@ class StreamingSource(Source):
                     first = False
                     pending["noted"] += ["repeated"] * int(batch.pop("again").sum())
                     yield batch, pending
-                    pending = {"skipped": [], "noted": []}
+                    pending = new_log()
             if not samples and (passes or not done):
                 bad = pending["skipped"] or [("no_sample", "", "the shards are empty")]
                 raise NoBatch.after(len(bad), bad[-1], storage_fails=any(each[0].startswith("shard_") for each in bad))

@@ -8,7 +8,7 @@ import torch
 
 from infcl.data.plan import Share, draw
 from infcl.data.tokenizer import EOS_ID, PAD_ID
-from infcl.data.workers import MicroBatch, ReadLog, Source
+from infcl.data.workers import MicroBatch, ReadLog, Source, new_log
 
 
 def random_captions(
@@ -75,4 +75,4 @@ class SyntheticSource(Source):
             first = start - self.share.part * self.share.rows  # of the full micro-batch
             pick = int(draw(self.seed, at_epoch, first, stream=0, count=1)[0] % self.pool_size)
             ids = torch.arange(start, start + self.share.rows)
-            yield {**self.pool[pick], "ids": ids}, {"skipped": [], "noted": []}
+            yield {**self.pool[pick], "ids": ids}, new_log()

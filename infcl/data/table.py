@@ -14,7 +14,7 @@ import json
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,17 +97,11 @@ class TableReader:
         tables = len(self.paths)
         return f"{counted(tables, 'table')} hold{'s' * (tables == 1)} {int(self.counts.sum())} rows"
 
-    def name_of(self, part: int) -> str:
-        return self.paths[part]
-
-    def read(
-        self, samples: np.ndarray, *, images: bool = True, on_part: Callable[[int], None] = lambda part: None
-    ) -> list[Record]:
+    def read(self, samples: np.ndarray, *, images: bool = True) -> list[Record]:
         """Return the records of int64 row numbers [n], in their order. With `images=False`, the images are not read."""
         records = []
         parts = np.searchsorted(np.cumsum(self.counts), samples, side="right")
         for row, part in zip(samples.tolist(), parts.tolist()):
-            on_part(part)
             record = self._row(row, part)
             try:
                 records.append(record._replace(image=read_image(record.where)) if images else record)

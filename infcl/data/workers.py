@@ -1,16 +1,12 @@
-"""Worker processes: the DataLoader of both readers, its resource checks, and a status board of the workers.
-
-On the board, each worker records which part it reads and how much memory it uses.
-"""
+"""Worker processes: the DataLoader of both readers, its resource checks, and what it yields."""
 
 import atexit
 import os
 import re
 import shutil
 import signal
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -23,7 +19,7 @@ _SHARED_MEMORY = "/dev/shm"
 _PREFETCH = 4  # micro-batches that each worker reads ahead
 
 MicroBatch = dict[str, torch.Tensor]
-# Its log: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...]}
+# Its log: {"skipped": [(cause, shard, message), ...], "noted": [cause, ...], "memory_mb": [(worker, its memory), ...]}
 ReadLog = dict[str, list]
 
 
@@ -41,62 +37,22 @@ class NoBatch(RuntimeError):
         return cls(what) if storage_fails else cls(f"{what}; is this a data set of images?", 65)
 
 
-class WorkerBoard:
-    """Status in shared memory, a row per worker: [part that it reads or -1, start time (s), resident memory (MB)]."""
-
-    def __init__(self, num_workers: int, name_of: Callable[[int], str]):
-        self.name_of = name_of
-        self._rows = torch.full((max(1, num_workers), 3), -1.0, dtype=torch.float64).share_memory_()
-
-    def reads(self, part: int) -> None:
-        """Record that this worker starts to read a part."""
-        self._rows[_worker(), :2] = torch.tensor([part, time.monotonic()], dtype=torch.float64)
-
-    def rests(self) -> None:
-        """Record that this worker has finished an item."""
-        self._rows[_worker()] = torch.tensor([-1, time.monotonic(), resident_mb()], dtype=torch.float64)
-
-    def memory_mb(self) -> list[float]:
-        """Return the resident memory of each worker after its last item, in MB."""
-        return [megabytes for megabytes in self._rows[:, 2].tolist() if megabytes >= 0]
-
-    def watch(self, loader: DataLoader) -> Iterator[Any]:
-        """Yield the items of `loader`.
-
-        Raises NoBatch if a worker returned one, if the workers cannot start, or after the loader's time-out. The
-        message then reports what each worker was reading.
-        """
-        try:
-            items = iter(loader)
-        except OSError as error:
-            raise NoBatch(
-                f"{counted(len(self._rows), 'worker')} of the loader cannot start ({error.strerror}): use fewer "
-                "--workers, or raise the limit of processes (ulimit -u)"
-            ) from error
-        try:
-            for item in items:
-                if isinstance(item, NoBatch):
-                    raise NoBatch(str(item), item.exit_code)  # `item` itself would be in a cycle with this frame
-                yield item
-        except RuntimeError as error:
-            if "DataLoader timed out" not in str(error):
-                raise
-            waited = f"no batch for {loader.timeout:g} s"
-            raise NoBatch(f"{waited}; {self._status()} (a third of --dist-timeout)") from error
-
-    def _status(self) -> str:
-        now = time.monotonic()
-        lines = [
-            f"worker {worker} reads {self.name_of(int(part))} for {now - since:.0f} s"
-            for worker, (part, since, _) in enumerate(self._rows.tolist())
-            if part >= 0
-        ]
-        return "; ".join(lines) or "no worker is reading: they are stuck in decoding, or have died"
+def new_log() -> ReadLog:
+    return {"skipped": [], "noted": [], "memory_mb": []}
 
 
-def _worker() -> int:
-    info = torch.utils.data.get_worker_info()
-    return info.id if info else 0
+def watch(loader: DataLoader) -> Iterator[Any]:
+    """Yield the items of `loader`. Raises NoBatch if a worker returned one, or after the loader's time-out."""
+    try:
+        for item in loader:
+            if isinstance(item, NoBatch):
+                raise NoBatch(str(item), item.exit_code)  # `item` itself would be in a cycle with this frame
+            yield item
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        why = "storage hangs, or --workers are too few"
+        raise NoBatch(f"no batch for {loader.timeout:g} s (a third of --dist-timeout): {why}") from error
 
 
 class Source(ABC):
@@ -107,7 +63,6 @@ class Source(ABC):
     sha256: str  # identifies the data
     about: str  # describes the size of the data
     found: dict[str, int]  # counts of problems known before the first read
-    board: WorkerBoard | None = None
     repeats = False  # whether micro-batches can be read a second time
 
     @abstractmethod
@@ -133,10 +88,11 @@ def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(tensors, out=torch.empty(0, dtype=first.dtype).set_(storage).view(shape))
 
 
-def resident_mb() -> float:
-    """Return the resident memory of this process in MB."""
+def worker_memory_mb() -> tuple[int, float]:
+    """Return the number of this worker (0 in the rank itself), and the resident memory of this process in MB."""
+    info = torch.utils.data.get_worker_info()
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return info.id if info else 0, int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def describe_death(error: RuntimeError, rank: int, memory_mb: Sequence[float]) -> str | None:

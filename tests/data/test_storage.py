@@ -341,14 +341,13 @@ def test_retry_waits_longer_each_time_and_reports_the_last_failure(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_hangs_ends_the_run_with_the_name_of_its_shard(tmp_path, tokenizer):
+def test_a_worker_that_hangs_ends_the_run(tmp_path, tokenizer):
     os.mkfifo(tmp_path / "never")
-    write_tar(tmp_path / "0.tar", [member for i in range(6) for member in pair_members(i)])
-    # the worker begins to read within the time-out
-    loader = small_loader(str(tmp_path), tokenizer, micro_batch_size=2, workers=1, timeout=15.0)
+    write_shards(tmp_path, [6])
+    loader = small_loader(str(tmp_path), tokenizer, micro_batch_size=2, workers=1, timeout=2.0)
     dataset = loader._source._loader.dataset
     dataset.collection._read_shard = lambda *a: open(tmp_path / "never")  # nobody ever writes to it
-    with pytest.raises(RuntimeError, match=r"no batch for 15 s; worker 0 reads .*0.tar for [0-9]+ s"):
+    with pytest.raises(RuntimeError, match=r"no batch for 2 s \(a third of --dist-timeout\): storage hangs"):
         next(iter(loader))
     worker = loader._source._loader._iterator._workers[0]
     with contextlib.suppress(RuntimeError):  # torch's, in its signal handler
