@@ -1,17 +1,14 @@
-"""Compare the accuracy of losses and of batch sizes: `python -m benchmarks.accuracy --study losses ...`
+"""Compare the accuracy of losses, all else equal (the paper's Table 3): `python -m benchmarks.accuracy ...`
 
-The ordinary trainer trains the demo model (infcl/data/demo.py), one training after another. Each appends a CSV row and
-its thinned loss curve. Commands with other seeds may run at the same time, each with its own --out and --work.
+The ordinary trainer trains the demo model (infcl/data/demo.py), one training after another: each of --losses with each
+of --seeds seeds. Each appends a CSV row and its thinned loss curve. Commands with other seeds may run at the same time,
+each with its own --out and --work. The study of batch sizes is examples/icons/study.py.
 
-    --study losses       each of --losses with each of --seeds seeds, all else equal (the paper's Table 3)
-    --study batch-size   --batches at the same number of samples seen, with a constant learning rate and with square
-                         root and linear scaling (the form of the paper's Figure 5)
-
-    --out DIR    DIR/accuracy_losses.csv or accuracy_batches.csv, and ..._curves.csv. Rows are appended; trainings that
-                 have a row are skipped
+    --out DIR    DIR/accuracy_losses.csv and accuracy_losses_curves.csv. Rows are appended; trainings that have a row
+                 are skipped
     --work DIR   data set and run folders; a run folder is removed when its row is written
 
-benchmarks.charts draws the charts.
+benchmarks.charts draws the chart.
 """
 
 import argparse
@@ -19,7 +16,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +31,6 @@ LAST = 0.05  # `final_loss` is the mean over this share of the steps, at the end
 LOSSES = {loss: (loss, "fp32") for loss in ("clip", "open_clip", "disco", "inf_cl", "siglip")}
 LOSSES["inf_cl_bf16"] = ("inf_cl", "bf16")  # the trainer's default on a GPU
 LEARNING_RATE, DEMO_BATCH, ACCUMULATE = 3e-3, 256, 2  # launch/demo.sh's
-EXPONENTS = {"none": 0, "sqrt": 0.5, "linear": 1}  # --lr-scaling
-BATCHES = [512 << i for i in range(7)]
 ENVIRONMENT = {"cpu": {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}, "cuda": {}}  # {--device: variables}
 RESULTS = {
     "zero_shot_top1": ("zero_shot", "top1"),
@@ -59,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     exit_on_sigterm("benchmarks.accuracy")
     data = prepare_demo(options.work / f"demo_{options.num_train}", num_train=options.num_train)
-    make_trainings, name = STUDIES[options.study]
-    known = {row["run"] for row in read(options.out / f"{name}.csv")}
-    trainings = [training for training in make_trainings(options, data) if training.name not in known]
+    rows, curves = options.out / "accuracy_losses.csv", options.out / "accuracy_losses_curves.csv"
+    known = {row["run"] for row in read(rows)}
+    trainings = [training for training in loss_trainings(options, data) if training.name not in known]
     where = hardware(options.commit) | {"ranks": options.ranks, "num_train": options.num_train}
     failed = 0
     for training in trainings:
@@ -74,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         row, curve = read_result(folder)
         row = {"run": training.name} | training.key | row | {"wall_seconds": round(time.monotonic() - began, 1)} | where
-        append(options.out / f"{name}.csv", [row])
-        append(options.out / f"{name}_curves.csv", [{"run": training.name} | point for point in curve])
+        append(rows, [row])
+        append(curves, [{"run": training.name} | point for point in curve])
         print(f"{training.name}: {_shown(row)}, {row['wall_seconds']:.0f} s", flush=True)
         shutil.rmtree(folder)
     print(f"{len(trainings) - failed} of {len(trainings)} trainings finished")
@@ -96,19 +90,13 @@ def _shown(row: dict) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", choices=tuple(STUDIES), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=5, help="trainings of each setting, with seeds of their own")
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow it: more of them than there are")
-    parser.add_argument("--steps", type=int, default=700, help="losses: steps of 256 samples")
+    parser.add_argument("--steps", type=int, default=700, help="of 256 samples")
     parser.add_argument("--num-train", type=int, default=16384, help="samples of the demo")
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="batch-size: samples")
-    parser.add_argument("--samples", type=int, default=1 << 20, help="batch-size: samples seen")
-    parser.add_argument("--micro-batch", type=int, default=4096, help="batch-size: samples of a rank's micro-batch")
-    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="batch-size: at the smallest batch")
-    parser.add_argument("--lr-scalings", nargs="+", choices=tuple(EXPONENTS), default=list(EXPONENTS))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--time-out", type=float, default=1800.0, help="seconds of a training")
@@ -118,68 +106,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def loss_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
     """Return the trainings ordered by seed, so that an unfinished study compares all losses."""
-    return [
-        Training(
-            f"{loss}-{seed}",
-            [*_demo_flags(data), *_loss_flags(*LOSSES[loss]), *_demo_steps(options), "--seed", str(seed)],
-            {"loss": loss, "seed": seed, "global_batch": DEMO_BATCH, "lr": LEARNING_RATE},
-        )
-        for seed in range(options.first_seed, options.first_seed + options.seeds)
-        for loss in options.losses
-    ]
-
-
-def batch_trainings(options: argparse.Namespace, data: Path) -> list[Training]:
-    """Return the trainings, smallest batches (the slowest) first. At the smallest batch all scalings are equal."""
-    base, result = min(options.batches), []
-    for batch in sorted(options.batches):
-        for scaling in options.lr_scalings if batch > base else ["none"]:
-            factor = (batch / base) ** EXPONENTS[scaling]
-            for seed in range(options.first_seed, options.first_seed + options.seeds):
-                rule = scaling if scaling == "none" else f"{scaling}:{base}"
-                flags = [*_batch_flags(options, batch), "--lr-scaling", rule]
-                key = {"loss": "inf_cl", "seed": seed, "global_batch": batch, "lr": options.lr * factor}
-                key |= {"lr_scaling": scaling}
-                name = f"{batch}-{scaling}-{options.lr:g}-{seed}"
-                flags = [*_demo_flags(data), *_loss_flags(), *flags, "--seed", str(seed)]
-                result.append(Training(name, flags, key))
+    result = []
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        for name in options.losses:
+            loss, tile_dtype = LOSSES[name]
+            flags = [*_flags(options, data), "--loss", loss, "--tile-dtype", tile_dtype, "--seed", str(seed)]
+            key = {"loss": name, "seed": seed, "global_batch": DEMO_BATCH, "lr": LEARNING_RATE}
+            result.append(Training(f"{name}-{seed}", flags, key))
     return result
 
 
-# name: (function of the options and the demo's folder, name of the CSV)
-STUDIES: dict[str, tuple[Callable[[argparse.Namespace, Path], list[Training]], str]] = {
-    "losses": (loss_trainings, "accuracy_losses"),
-    "batch-size": (batch_trainings, "accuracy_batches"),
-}
-
-
-def _demo_flags(data: Path) -> list[str]:
+def _flags(options: argparse.Namespace, data: Path) -> list[str]:
     """Return the common flags. Blocks stay eager, because compiling takes longer than training this model."""
     flags = ["--train-data", f"{data}/train", "--val-data", f"{data}/val", "--zeroshot-data", f"{data}/zeroshot"]
     flags += ["--tokenizer", f"{data}/tokenizer.model", "--model", "demo", "--workers", "1"]
     flags += ["--wd", "0.05", "--beta2", "0.98", "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)"]
     flags += ["--val-frequency", "0", "--zeroshot-frequency", "0", "--save-frequency", "0", "--report-to", "none"]
     flags += ["--resident-micro-batches", "1"]  # several trainings may share a GPU
-    return [*flags, "--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
-
-
-def _loss_flags(loss: str = "inf_cl", tile_dtype: str = "fp32") -> list[str]:
-    return ["--loss", loss, "--tile-dtype", tile_dtype]
-
-
-def _demo_steps(options: argparse.Namespace) -> list[str]:
-    """Return flags for steps with the demo's batch and learning rate."""
+    flags += ["--compile-blocks", "off", "--deepspeed_config", "ds_configs/zero1.json"]
     batch = DEMO_BATCH // options.ranks // ACCUMULATE
-    flags = ["--batch-size", str(batch), "--accum-freq", str(ACCUMULATE), "--steps", str(options.steps)]
+    flags += ["--batch-size", str(batch), "--accum-freq", str(ACCUMULATE), "--steps", str(options.steps)]
     return [*flags, "--warmup", str(max(1, options.steps // 14)), "--lr", str(LEARNING_RATE)]
-
-
-def _batch_flags(options: argparse.Namespace, batch: int) -> list[str]:
-    """Return flags for steps of `batch` samples that see all samples of the study."""
-    micro = min(options.micro_batch, batch // options.ranks)
-    flags = ["--batch-size", str(micro), "--accum-freq", str(batch // options.ranks // micro)]
-    flags += ["--steps", str(options.samples // batch), "--warmup-samples", str(options.samples // 14)]
-    return [*flags, "--lr", str(options.lr)]
 
 
 def read_result(run: Path) -> tuple[dict, list[dict]]:

@@ -25,12 +25,10 @@ LOSSES = {
 }
 TRAINED = {"clip": "CLIP", "open_clip": "OpenCLIP", "disco": "DisCo-CLIP", "inf_cl": "infcl"}
 TRAINED |= {"inf_cl_bf16": "infcl, BF16 GEMMs"}
-SCALINGS = {"none": "lr unchanged", "sqrt": "lr x sqrt(batch)", "linear": "lr x batch"}
 COLOURS = {
     "infcl": "#1f4e79", "official inf_cl 1.2.1": "#c0504d", "CLIP": "#7a7a7a", "CLIP (b x b)": "#7a7a7a",
     "OpenCLIP": "#d98b2b", "open_clip's ClipLoss": "#d98b2b", "DisCo-CLIP": "#5b8c3e", "SigLIP": "#8d5aa8",
-    "infcl, SigLIP": "#8d5aa8", "open_clip's SigLipLoss": "#c7a3d6", "lr unchanged": "#1f4e79",
-    "lr x sqrt(batch)": "#d98b2b", "lr x batch": "#c0504d",
+    "infcl, SigLIP": "#8d5aa8", "open_clip's SigLipLoss": "#c7a3d6",
 }  # fmt: skip
 GROUND, INK = "#fcfcfa", "#2b2b2b"
 Panels = dict[str, dict[str, list[tuple]]]
@@ -90,24 +88,6 @@ def figure_4() -> Panels:
     return _loss_curves("median_ms", 1.0)
 
 
-def figure_5() -> Panels:
-    """Return the accuracy by batch; the row of the smallest batch serves all scalings of the learning rate."""
-    from benchmarks.accuracy import EXPONENTS
-
-    found = latest(rows("accuracy_batches.csv"), "run")
-    base = min(row["global_batch"] for row in found)
-    studies: dict[float, list[dict]] = {}
-    for row in found:
-        rate = float(f"{row['lr'] / (row['global_batch'] / base) ** EXPONENTS[row['lr_scaling']]:.6g}")
-        same = SCALINGS if row["global_batch"] == base else [row["lr_scaling"]]
-        studies.setdefault(rate, []).extend(row | {"lr_scaling": scaling} for scaling in same)
-    return {
-        f"{name}, lr {rate:g} at {base}": _series(own, "global_batch", metric, "lr_scaling", SCALINGS, of=_average)
-        for rate, own in sorted(studies.items())
-        for metric, name in (("zero_shot_top1", "zero-shot"), ("image_to_text_r1", "image->text R@1"))
-    }
-
-
 def training_curves() -> Panels:
     """Return the loss by samples seen, with the deviation over seeds. SigLIP's loss has a separate panel."""
     found = [row | {"of": row["run"].rsplit("-", 1)[0]}
@@ -133,10 +113,6 @@ def _loss_curves(column: str, unit: float) -> Panels:
 
 def _last(values: list[float]) -> tuple[float]:
     return (values[-1],)
-
-
-def _average(values: list[float]) -> tuple[float]:
-    return (mean(values),)
 
 
 def _average_and_deviation(values: list[float]) -> tuple[float, float]:
@@ -176,7 +152,6 @@ class Chart:
         y: name of the y axis.
         width: inches per panel; narrow charts are easier to read on a page.
         plain: linear axes without ticks at the points, for training curves.
-        log_y: use a logarithmic y axis if values span a decade.
     """
 
     panels: Callable[[], Panels]
@@ -184,7 +159,6 @@ class Chart:
     y: str
     width: float = 4.4
     plain: bool = False
-    log_y: bool = True
 
     def draw(self, picture: Path) -> None:
         """Draw the panels into an image file: up to three in a row, four as two by two."""
@@ -235,7 +209,7 @@ class Chart:
             names = [f"{place / 1024:g}k" if place >= 1024 else f"{place:g}" for place in places]
             axis.set_xticklabels(names, rotation=45 if len(places) > 6 else 0)
         values = [point[1] for points in curves.values() for point in points]
-        axis.set_yscale("log" if self.log_y and not self.plain and max(values) > 10 * min(values) else "linear")
+        axis.set_yscale("log" if not self.plain and max(values) > 10 * min(values) else "linear")
         axis.grid(alpha=0.25, which="major")
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.32), "ncols": 2}
         axis.legend(frameon=False, fontsize=8, **(below if many else {}))
@@ -258,7 +232,6 @@ BATCH = "global batch"
 CHARTS = {
     "figure_1.png": Chart(figure_1, (BATCH, BATCH, "GPUs"), "GiB per GPU"),
     "figure_4.png": Chart(figure_4, (BATCH,), "ms, forward + backward"),
-    "figure_5.png": Chart(figure_5, (BATCH,), "accuracy", log_y=False),
     "loss_curves.png": Chart(training_curves, ("samples seen",), "loss", plain=True),
     "overview.png": Chart(overview, (BATCH,), "one H200", width=3.5),
 }

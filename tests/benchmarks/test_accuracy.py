@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks import accuracy
-from benchmarks.accuracy import Training, _parser, batch_trainings, loss_trainings
+from benchmarks.accuracy import Training, _parser, loss_trainings
 from benchmarks.rows import read
 from infcl.config import make_parser
 
@@ -20,7 +18,7 @@ def flags_of(training: Training):
 
 
 def test_trainings_of_one_seed_differ_in_the_loss_alone_and_one_in_its_products():
-    trainings = loss_trainings(options("--study", "losses", "--seeds", "2", "--ranks", "2"), Path("data"))
+    trainings = loss_trainings(options("--seeds", "2", "--ranks", "2"), Path("data"))
     assert len(trainings) == 12 and len({training.name for training in trainings}) == 12
     flags = [vars(flags_of(training)) for training in trainings if training.key["seed"] == 1]
     compared = [(flag["loss"], flag["tile_dtype"]) for flag in flags]
@@ -29,21 +27,6 @@ def test_trainings_of_one_seed_differ_in_the_loss_alone_and_one_in_its_products(
     same = {"loss": "", "tile_dtype": ""}
     assert all(flag | same == flags[0] | same for flag in flags)
     assert flags[0]["batch_size"] * flags[0]["accum_freq"] * 2 == 256 and flags[0]["seed"] == 1
-
-
-def test_batches_see_the_same_samples_at_the_learning_rate_that_the_row_says():
-    chosen = options(
-        "--study", "batch-size", "--seeds", "1", "--samples", "65536", "--micro-batch", "1024", "--lr", "1e-3"
-    )
-    trainings = batch_trainings(chosen, Path("data"))
-    assert len(trainings) == 1 + 6 * 3
-    for training in trainings:
-        flags, batch = flags_of(training), training.key["global_batch"]
-        assert flags.batch_size * flags.accum_freq == batch and flags.batch_size <= 1024
-        assert flags.steps * batch == 65536 and flags.warmup_samples == 65536 // 14
-        rule, _, base = flags.lr_scaling.partition(":")
-        exponent = {"none": 0, "sqrt": 0.5, "linear": 1}[rule]
-        assert training.key["lr"] == pytest.approx(flags.lr * (batch / int(base or 1)) ** exponent)
 
 
 def write_result(run: Path) -> None:
@@ -68,7 +51,7 @@ def test_a_training_that_fails_is_named_and_the_next_command_trains_it_again(tmp
 
     monkeypatch.setattr(accuracy, "run", run)
     monkeypatch.setattr(accuracy, "prepare_demo", lambda *_, **__: tmp_path / "data")
-    command = ["--study", "losses", "--losses", "clip", "inf_cl", "--seeds", "1", "--out", str(tmp_path)]
+    command = ["--losses", "clip", "inf_cl", "--seeds", "1", "--out", str(tmp_path)]
     assert accuracy.main([*command, "--work", str(tmp_path)]) == 1
     assert "clip-0: exit code 1\n  ValueError: seven" in capsys.readouterr().out
     assert [row["run"] for row in read(tmp_path / "accuracy_losses.csv")] == ["inf_cl-0"]
