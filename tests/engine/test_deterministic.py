@@ -54,6 +54,7 @@ def test_on_two_gpus_runs_repeat_and_resume_bit_for_bit(demo_folder, tmp_path, p
     check_bitwise(demo_folder, tmp_path, preset, opt, ranks=2)
 
 
+@pytest.mark.long
 def test_the_mode_reaches_torch_cublas_and_the_compiler_and_does_not_write_to_reserved_memory():
     """DeepSpeed's buckets are gigabytes, of which a small model fills little."""
     code = """
