@@ -38,22 +38,15 @@ class Schedule:
         return self.factor * self._unscaled(step)
 
     def oddity(self) -> str | None:
-        """Return a warning if the schedule does not reach its peak as intended, else None."""
+        """Return a warning if the warm-up takes over a third of the run or overlaps with the cooldown, else None."""
         steps, warmup, cooldown = self.total_steps, self.warmup, self.cooldown_steps
-        if steps <= warmup:
-            ends = "inside" if steps < warmup else "with"
-            return (
-                f"the run ends {ends} the warm-up: {counted(steps, 'step')}, {warmup} of warm-up; lr reaches "
-                f"{self(steps - 1):.2g} of {self.peak:.2g} (--warmup, --warmup-samples)"
-            )
-        if steps - cooldown < warmup:
-            return (
-                f"the cooldown, {cooldown} of {steps} steps, begins before the {warmup} of warm-up end: lr continues "
-                f"from {self(warmup):.2g} of {self.peak:.2g} (--epochs-cooldown)"
-            )
-        if warmup > steps / 3:
-            return f"the warm-up takes {warmup / steps:.0%} of the run: over a third (--warmup, --warmup-samples)"
-        return None
+        if warmup <= steps / 3 and warmup <= steps - cooldown:
+            return None
+        also = f" and the cooldown {cooldown}" if cooldown else ""
+        return (
+            f"the warm-up takes {warmup} of {counted(steps, 'step')}{also}; lr ends at {self(steps - 1):.2g} of "
+            f"{self.peak:.2g} (--warmup, --warmup-samples, --epochs-cooldown)"
+        )
 
     def describe_warmup(self) -> str:
         """Return the peak and the warm-up's share: "peak 0.0005 after 80 warm-up steps (9.9% of the run)"."""

@@ -1,7 +1,6 @@
 """Steps through DeepSpeed equal those of one float64 process: one table of stages, ranks, precisions, and more."""
 
 import contextlib
-import math
 from typing import NamedTuple
 from unittest import mock
 
@@ -54,23 +53,13 @@ TABLE += [Steps("zero1", "fp16", 2, 1, 0.3)]
 # ---- the first look ends here ----
 TABLE += [Steps(preset, ranks=1) for preset in PRESETS]
 TABLE += [Steps(preset, ranks=3, resident=2, dropout=0.3) for preset in ("zero0", "zero2", "zero3_offload")]
-TABLE += [Steps(preset, ranks=4, resident=3, dropout=0.3) for preset in PRESETS]
+TABLE += [Steps(preset, ranks=4, resident=3, dropout=0.3) for preset in ("zero1", "zero3")]
 TABLE += [Steps("zero1", hosts=2), Steps("zero1", resident=2, dropped=True)]
-TABLE += [Steps(*case, ranks=1) for case in IN_BF16]
+TABLE += [Steps(*case, ranks=1) for case in IN_BF16[:4]]
 TABLE += [Steps(*case, resident=2, dropout=0.3) for case in IN_BF16[2:]]
-TABLE += [Steps(preset, "bf16", ranks=3) for preset in ("zero1", "zero3")]
 TABLE += [Steps(preset, "bf16", ranks=4) for preset in ("zero1", "zero2_bf16", "zero3_offload")]
-TABLE += [Steps("zero0", "amp_bf16", ranks=4)]
-TABLE += [
-    Steps("zero1", "fp16", 1, 2),
-    Steps("zero1", "fp16", 2, 2),
-    Steps("zero2", "fp16", 3, 1),
-    Steps("zero2", "fp16", 4, 2),
-    Steps("zero3", "fp16", 2, 2),
-    Steps("zero3_offload", "fp16", 1, 2),
-    Steps("zero3_offload", "fp16", 2, 1, 0.3),
-    Steps("zero3_offload", "fp16", 4, 1),
-]
+TABLE += [Steps("zero1", "fp16", 1, 2), Steps("zero2", "fp16", 3, 1), Steps("zero3", "fp16", 2, 2)]
+TABLE += [Steps("zero3_offload", "fp16", 4, 1, 0.3)]
 
 
 def make_steps(rank, world_size, case: Steps, path: str):
@@ -119,22 +108,6 @@ def test_three_steps_equal_those_of_one_float64_process(case, tmp_path):
     assert case.hosts == 1 or (overlaps and all(overlaps))
 
 
-@pytest.mark.first(3)
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3", "zero2_bf16"])
-def test_the_clamp_of_logit_scale_holds_through_the_next_step(preset):
-    """The ceiling is below where the unclamped run goes; every copy (master weights too) must have been clamped."""
-    precision = "bf16" if preset == "zero2_bf16" else "fp32"
-    results = run_ranks(engine_steps, 2, preset, precision)
-    _, _, scales, state, _ = results[0]
-    free = oracle_steps(
-        [global_batch(2 * MICRO_BATCHES * MICRO_BATCH_SIZE, seed=step) for step in range(STEPS)],
-        grad_clip_norm=CLIP, weight_decay=DECAY, max_logit_scale=10.0, logit_scale=START,
-    )[2]  # fmt: skip
-    assert float(free["logit_scale"]) > CEILING + 0.01
-    assert max(scales[1:]) <= CEILING + 1e-6
-    assert float(state["logit_scale"]) <= CEILING + 1e-6
-
-
 def follow_in_bf16(got, wanted):
     losses, norms, scales, state, _ = got
     assert scales[0] == pytest.approx(START, abs=1e-6), "FP32 master weights must start from unrounded values"
@@ -145,29 +118,20 @@ def follow_in_bf16(got, wanted):
     assert worst_update_error(state, expected_state, at_start()) < BF16_UPDATE
 
 
-def test_a_parameter_that_is_not_a_number_is_noticed():
-    """Python's max takes the first of two when the second is NaN."""
-    _, _, state = expected(1)
-    wrong = state | {"text.4.bias": state["text.4.bias"] * math.nan}
-    assert worst_error(state, state) == 0 and math.isnan(worst_error(wrong, state))
-    assert math.isnan(worst_update_error(wrong, state, at_start()))
-
-
-def misaligned_parameters(rank, world_size, preset, precision):
+def misaligned_parameters(rank, world_size, preset):
     from infcl.models.clip import CLIP
     from infcl.models.config import load_model_config
 
     model = CLIP(load_model_config("demo").with_logit_bias(-10.0))
-    engine_on_cpu(model, preset, precision=precision)
+    engine_on_cpu(model, preset, precision="bf16")
     stored = {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in model.named_parameters()}
     return [name for name, tensor in stored.items() if tensor.data_ptr() % 16 and not name.startswith("logit_")]
 
 
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
 def test_parameters_begin_at_multiples_of_16_bytes(preset):
     """Compiled kernels rely on it: with logit_scale before them in ZeRO's flat buffer they fail on a GPU."""
-    precision = "fp32" if preset == "zero0" else "bf16"
-    assert run_ranks(misaligned_parameters, 1, preset, precision)[0] == []
+    assert run_ranks(misaligned_parameters, 1, preset)[0] == []
 
 
 @pytest.mark.first(4)
@@ -210,29 +174,6 @@ def accumulate_ones(rank, world_size, preset):
 def test_six_hundred_bf16_micro_batches_accumulate_without_loss(preset, world_size):
     """In bf16, DeepSpeed's default, they sum to 256."""
     assert run_ranks(accumulate_ones, world_size, preset)[0] == pytest.approx(600.0, rel=1e-6)
-
-
-def unclipped_norm(rank, world_size, preset, grad_clip_norm):
-    from infcl.checkpoint.load import full_weights
-
-    torch.manual_seed(rank)
-    options = {"grad_clip_norm": grad_clip_norm, "wd": 0.0, "eps": 1e3}
-    engine = engine_on_cpu(ToyCLIP(logit_scale=1.0), preset, 1, 2, **options)
-    before = full_weights(engine, keep=True)
-    output = engine.encode(*global_batch(2))
-    engine.backward(100 * output["logit_scale"].sum() + 0 * sum(output[n].sum() for n in output), True)
-    engine.step(LR)
-    after = full_weights(engine, keep=True)
-    return float((before["logit_scale"] - after["logit_scale"]).abs()) if rank == 0 else None
-
-
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
-def test_clipping_is_what_the_flag_says(preset):
-    """DeepSpeed clips at 1.0 unless told otherwise; with this epsilon the update is proportional to the gradient."""
-    free = run_ranks(unclipped_norm, 2, preset, None)[0]
-    clipped = run_ranks(unclipped_norm, 2, preset, 10.0)[0]
-    assert free == pytest.approx(LR * 100 / 1e3, rel=0.15)
-    assert clipped == pytest.approx(free / 10, rel=0.15)
 
 
 def test_the_square_of_many_numbers_is_exact_on_a_cpu():

@@ -17,7 +17,7 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
         "8 shards",
         "1,536 usable samples; left out by the index: none",
         "peak 0.001 after 5 warm-up steps (167% of the run)",
-        "the run ends inside the warm-up",
+        "the warm-up takes",
         "image tower 0.28M",
         "ZeRO-0 (stage 2 over one rank)",
         "ZeRO-0*     ZeRO-3 ",
