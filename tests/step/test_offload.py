@@ -12,7 +12,7 @@ from infcl.step.grad_cache import by_name, cached_step
 from infcl.step.pixels import PixelCache, checksum
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import dense_loss
-from tests.lib.training import demo_config, fit, rejection
+from tests.lib.training import demo_config, rejection, run_losses
 
 M, ROWS, SIDE = 5, 3, 5
 CPU = torch.device("cpu")
@@ -76,18 +76,6 @@ def test_what_is_kept_changes_no_bit_of_the_gradients(resident):
         assert next(items, None) is None, "the step must take all that the loader yields for it"
 
 
-def test_a_locked_image_tower_needs_no_pixels_in_the_second_pass():
-    pixels = PixelCache(CPU, (ROWS, 3, SIDE, SIDE), replayed=0, kept=M)
-    assert pixels.kept.numel() == 0 and not pixels.again
-    batches = StepBatches(pixels, M, device=CPU, frozen={"image": True, "text": False})
-    batches.begin(decode(i) for i in range(M))
-    first = [batches[i] for i in range(M)]
-    assert all(torch.equal(first[i]["images"], decode(i)["images"]) for i in range(M))
-    second = [batches[i] for i in range(M - 1)]
-    assert all("images" not in batch for batch in second)
-    assert all(torch.equal(second[i]["texts"], decode(i)["texts"]) for i in range(M - 1))
-
-
 @pytest.mark.parametrize("kept", [0, 2, M])
 def test_pixels_that_are_not_kept_are_freed(kept, request):
     """Besides the buffer of exactly `kept` micro-batches, at most two micro-batches' pixels are alive at a time."""
@@ -112,24 +100,19 @@ def test_pixels_that_are_not_kept_are_freed(kept, request):
     assert most <= 2
 
 
-def test_changed_pixels_in_the_second_reading_end_the_step():
+def test_another_second_reading_ends_the_step():
     batches = step_batches(1)
     items = [decode(i) for i in (*range(M), *batches.pixels.again)]
     items[-1]["images"][ROWS - 1, 2, SIDE - 1, SIDE - 1] ^= 1
     gradients(batches, items)
     with pytest.raises(RuntimeError, match=r"micro-batch 3 \(samples 9, 10, 11\) had other pixels"):
         batches.check()
-
-
-def test_other_samples_than_before_end_the_step():
-    batches = step_batches(1)
-    items = [decode(i) for i in (*range(M), *batches.pixels.again)]
     items[-1]["ids"][0] = 77
     with pytest.raises(RuntimeError, match=r"micro-batch 3 had samples 9, 10, 11 and has \[77, 10, 11\]"):
         gradients(batches, items)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 75, 224])
+@pytest.mark.parametrize("size", [1, 8, 75])
 def test_a_checksum_notices_any_changed_byte_and_any_exchange(size):
     data = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
     whole = checksum(data)
@@ -142,18 +125,18 @@ def test_a_checksum_notices_any_changed_byte_and_any_exchange(size):
 
 
 def test_a_run_has_the_same_losses_whatever_is_kept(demo_folder, tmp_path):
-    """Real shards, two ranks, patch dropout, augmentation, from one epoch (4 steps) into the next."""
+    """Real shards, two ranks, patch dropout, augmentation, from one epoch (2 steps) into the next; one of three
+    micro-batches is kept."""
     flags = {
-        "batch_size": 8, "accum_freq": 4, "steps": 5, "train_num_samples": 256, "force_patch_dropout": 0.25,
+        "batch_size": 8, "accum_freq": 4, "steps": 3, "train_num_samples": 128, "force_patch_dropout": 0.25,
         "aug_cfg": {"scale": (0.7, 1.0), "ratio": (0.9, 1.1)},
     }  # fmt: skip
     one = 8 * 3 * 32 * 32 / 1e9  # GB of a micro-batch
-    losses = {}
-    for name, gigabytes in (("all", "auto"), ("one", str(1.5 * one)), ("none", "0")):
-        config = demo_config(demo_folder, tmp_path / name, pixel_cache_gb=gigabytes, **flags)
-        losses[name] = run_ranks(fit, 2, config)[0]
-    assert len(losses["all"]) == 5
-    assert losses["one"] == losses["all"] and losses["none"] == losses["all"]
+    kept, read_again = (
+        run_losses(2, demo_config(demo_folder, tmp_path / gigabytes, pixel_cache_gb=gigabytes, **flags))
+        for gigabytes in ("auto", str(1.5 * one))
+    )
+    assert len(kept) == 3 and read_again == kept
 
 
 def test_a_cache_too_small_for_a_streaming_reader_is_rejected(demo_folder, tmp_path):

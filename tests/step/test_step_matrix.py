@@ -101,8 +101,8 @@ def rate_of(name):
     return 1.0 if name.startswith("transformer.resblocks.0.") else 0.5
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_every_parameter_steps_at_its_own_learning_rate(preset):
     flags = {"image_lr": 0.3 * LR, "text_lr": 2 * LR, "text_layer_decay": 0.5}
     state = run_ranks(step_of_the_towers, 2, preset, 1, False, False, **flags)[0]
