@@ -44,16 +44,8 @@ TOKENIZERS = {  # --tokenizer, and what the model's text_cfg says
     "no sep": ("hf:{folder}/bert", {"tokenizer_kwargs": {"strip_sep_token": True}}),
 }
 CASES = [("sentencepiece", "own"), ("no sep", "hf_tower"), ("bpe", "open_clip"), ("hf canonical", "custom_text")]
-CASES += [
-    *(("sentencepiece", model) for model in ("open_clip", "custom_text")),
-    *(("bpe", model) for model in ("own", "custom_text")),
-    *(("hf", model) for model in ("own", "open_clip", "custom_text")),
-    ("hf canonical", "own"),
-    *(("named", model) for model in ("own", "open_clip")),
-    *(("named raw", model) for model in ("own", "custom_text")),
-    *(("left", model) for model in ("own", "open_clip")),
-    ("no sep", "custom_text"),
-]
+CASES += [("sentencepiece", "open_clip"), ("bpe", "own"), ("hf", "own"), ("hf", "open_clip"), ("hf canonical", "own")]
+CASES += [("named", "own"), ("named", "open_clip"), ("named raw", "custom_text"), ("left", "own")]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +131,7 @@ def by_transformers(export, pixels):
     return torch.tensor(ids), out.image_embeds, out.text_embeds
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("tokenizer", "model"), CASES)
 def test_every_door_gives_the_trainers_ids_and_features(
     tokenizer, model, folder, tokenizer_model, demo_folder, tmp_path, capsys

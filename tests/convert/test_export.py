@@ -35,17 +35,11 @@ def exported(tokenizer_model, tmp_path_factory):
     return model, folder
 
 
-def test_folder_holds_float32_weights_with_zero_dimensional_scalars(exported):
-    model, folder = exported
-    weights = load_file(folder / "open_clip_model.safetensors")
-    assert weights.keys() == model.state_dict().keys()
-    assert {value.dtype for value in weights.values()} == {torch.float32}
-    assert weights["logit_scale"].shape == weights["logit_bias"].shape == ()
-
-
 def test_open_clip_loads_the_folder_with_its_bias_tokenizer_and_pixels(exported, tokenizer_model):
     open_clip = import_open_clip()
     pytest.importorskip("transformers")
+    weights = load_file(exported[1] / "open_clip_model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32} and weights["logit_bias"].shape == ()
     theirs, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exported[1]}")
     assert theirs.logit_bias.item() == -10.0
     assert theirs.visual.preprocess_cfg["mean"] == list(CLIP_PREPROCESS.mean)
@@ -72,18 +66,6 @@ def test_tokenizer_json_gives_sentencepieces_ids(model_type, byte_fallback, tmp_
         if model_type == "unigram" and ids != [*expected, 1]:  # a tie: the same pieces in another order
             ids, expected = sorted(ids[:-1]) + ids[-1:], sorted(expected)
         assert ids == [*expected, 1], text
-
-
-def test_models_that_open_clip_cannot_load_say_so(tokenizer_model, tmp_path):
-    cfg = load_model_config(GOLDEN_MODEL).with_tokenizer(vocab_size=300, context_length=20, eos_id=1, pad_id=0)
-    torch.manual_seed(0)
-    model = CLIP(cfg).eval()
-    export_model(model.state_dict(), cfg, tokenizer_model, tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert "load_exported" in card and "local-dir" not in card
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    loaded, _ = load_exported(tmp_path)
-    assert torch.equal(loaded(images)["image_features"], model(images)["image_features"])
 
 
 def test_foreign_weights_and_tokenizers_are_rejected_before_anything_is_written(tokenizer_model, tmp_path):
@@ -139,5 +121,7 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     write_checkpoint(run, CLIP(load_model_config(GOLDEN_MODEL)))
     assert main(["export", str(run)]) == 0
     assert "open_clip cannot load this model" in capsys.readouterr().out
+    card = (run / "export" / "README.md").read_text()
+    assert "load_exported" in card and "local-dir" not in card
     assert main(["export", str(run), "--out", str(file)]) == 2
     assert "File exists" in capsys.readouterr().err

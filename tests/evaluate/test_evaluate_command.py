@@ -186,6 +186,7 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
     assert "| batch | 128 samples" in card and "| shorter embeddings | the first 3, 8 numbers" in card
 
 
+@pytest.mark.long
 def test_what_a_run_read_as_captions_and_pixels_is_what_is_evaluated_and_shown(demo_folder, tmp_path):
     """The text members are wrong, the json ones are right; the image member has an extension of its own."""
     colours = ["red", "green", "blue", "black", "white", "grey"]

@@ -46,6 +46,12 @@ def make_model(dropout: float = 0.1):
     return model.train()
 
 
+def ring_loss(*args, **options):
+    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
+
+    return RingMultipleNegativesRankingLoss(*args, **options)
+
+
 def columns_of(step: int, rank: int, columns: int):
     generator = torch.Generator().manual_seed(100 * step + rank)
     lengths = torch.randint(2, 7, (columns, ROWS, 1), generator=generator)
@@ -83,10 +89,8 @@ def in_float64(world_size: int, columns: int, symmetric: bool):
 
 
 def train(rank: int, world_size: int, columns: int, symmetric: bool):
-    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
-
     model = make_model()
-    loss = RingMultipleNegativesRankingLoss(model, mini_batch_size=SIZE, symmetric=symmetric)
+    loss = ring_loss(model, mini_batch_size=SIZE, symmetric=symmetric)
     if world_size > 1:
         loss.model = torch.nn.parallel.DistributedDataParallel(model)  # as the trainer puts it there
     optimizer, losses = adamw(model.parameters()), []
@@ -97,17 +101,23 @@ def train(rank: int, world_size: int, columns: int, symmetric: bool):
         optimizer.step()
         optimizer.zero_grad()
         whole = value.detach().clone()
-        dist.all_reduce(whole)
+        if world_size > 1:
+            dist.all_reduce(whole)
         losses.append(float(whole) / world_size)
     return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
+def on_ranks(function, world_size: int, *args) -> list:
+    """Call it on so many ranks. A single one is this process, which has imported the package."""
+    return run_ranks(function, world_size, *args) if world_size > 1 else [function(0, 1, *args)]
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("world_size", "columns", "symmetric"), [(2, 4, True), (1, 2, True), (2, 2, False), (3, 3, False)]
+    ("world_size", "columns", "symmetric"), [(1, 2, True), (2, 4, True), (2, 3, False)]
 )
 def test_three_steps_equal_those_of_one_float64_process(world_size, columns, symmetric):
-    losses, state = run_ranks(train, world_size, columns, symmetric)[0]
+    losses, state = on_ranks(train, world_size, columns, symmetric)[0]
     expected_losses, expected = in_float64(world_size, columns, symmetric)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert worst_error(state, expected) < 1e-5
@@ -126,10 +136,8 @@ def both_losses(rank: int, world_size: int, symmetric: bool, directions: tuple[s
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
     from sentence_transformers.util import dot_score
 
-    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
-
     model, options = make_model(0.0), {"scale": 2.0, "similarity_fct": dot_score, "mini_batch_size": 3}
-    ours = RingMultipleNegativesRankingLoss(model, symmetric=symmetric, directions=directions, **options)
+    ours = ring_loss(model, symmetric=symmetric, directions=directions, **options)
     theirs = CachedMultipleNegativesRankingLoss(
         model, **options, directions=ours.directions, partition_mode=ours.partition_mode, gather_across_devices=True
     )
@@ -142,14 +150,14 @@ def both_losses(rank: int, world_size: int, symmetric: bool, directions: tuple[s
     return results
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("world_size", "symmetric", "directions"),
-    [(2, False, DIRECTIONS[3]), (1, True, DIRECTIONS[0])]
-    + [(size, False, of) for size, of in zip((1, 2, 3), DIRECTIONS)],
+    [(1, False, DIRECTIONS[3]), (1, True, DIRECTIONS[0]), (2, False, DIRECTIONS[3])]
+    + [(size, False, of) for size, of in zip((1, 2, 2), DIRECTIONS)],
 )
 def test_loss_and_gradients_equal_those_of_the_package(world_size, symmetric, directions):
-    ranks = run_ranks(both_losses, world_size, symmetric, directions)
+    ranks = on_ranks(both_losses, world_size, symmetric, directions)
     for ours, theirs in ranks:
         assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
     ours, theirs = ([sum(of) for of in zip(*(rank[which][1] for rank in ranks))] for which in (0, 1))
@@ -158,10 +166,8 @@ def test_loss_and_gradients_equal_those_of_the_package(world_size, symmetric, di
 
 
 def test_a_margin_leaves_out_what_is_more_similar_than_the_positive():
-    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
-
     model = make_model(0.0)
-    loss = RingMultipleNegativesRankingLoss(model, margin=-0.05, directions=DIRECTIONS[1])
+    loss = ring_loss(model, margin=-0.05, directions=DIRECTIONS[1])
     columns = columns_of(0, 0, 2)
     anchors, documents = (F.normalize(model(dict(given))["sentence_embedding"], dim=-1) for given in columns)
     cosines = torch.cat([anchors @ documents.T, (anchors @ anchors.T).fill_diagonal_(-torch.inf)], 1)
@@ -172,22 +178,22 @@ def test_a_margin_leaves_out_what_is_more_similar_than_the_positive():
     assert loss(columns, None).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_directions_that_the_ring_lacks_are_rejected():
-    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
-
-    for options in ({"directions": ("query_to_doc", "doc_to_query")}, {"directions": DIRECTIONS[1], "symmetric": True}):
-        with pytest.raises(ValueError, match="give query_to_doc, alone or with query_to_query and doc_to_doc"):
-            RingMultipleNegativesRankingLoss(make_model(), **options)
+def test_what_the_ring_lacks_is_rejected():
+    for options, message in (
+        ({"directions": ("query_to_doc", "doc_to_query")}, "give query_to_doc, alone or with"),
+        ({"directions": DIRECTIONS[1], "symmetric": True}, "give query_to_doc, alone or with"),
+        ({"similarity_fct": torch.cdist}, "cos_sim and dot_score"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ring_loss(make_model(), **options)
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_both_passes_have_the_autocast_of_the_forward(backward_inside):
-    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
-
     model, seen = make_model(), []
     layer = model[0].bert.encoder.layer[0].output.dense
     layer.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
-    loss = RingMultipleNegativesRankingLoss(model, mini_batch_size=SIZE)
+    loss = ring_loss(model, mini_batch_size=SIZE)
     with torch.autocast("cpu", torch.bfloat16):
         value = loss(columns_of(0, 0, 2), None)
         if backward_inside:
@@ -198,10 +204,3 @@ def test_both_passes_have_the_autocast_of_the_forward(backward_inside):
     assert len(first) == 6 and all(output.dtype == torch.bfloat16 for output in seen)
     assert all(map(torch.equal, first, second))
     assert layer.weight.grad.norm() > 0
-
-
-def test_other_similarities_are_rejected():
-    from infcl.integrations.sentence_transformers import RingMultipleNegativesRankingLoss
-
-    with pytest.raises(ValueError, match="cos_sim and dot_score"):
-        RingMultipleNegativesRankingLoss(make_model(), similarity_fct=torch.cdist)
