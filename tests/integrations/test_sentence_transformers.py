@@ -113,9 +113,7 @@ def on_ranks(function, world_size: int, *args) -> list:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(
-    ("world_size", "columns", "symmetric"), [(1, 2, True), (2, 4, True), (2, 3, False)]
-)
+@pytest.mark.parametrize(("world_size", "columns", "symmetric"), [(1, 2, True), (2, 4, True), (2, 3, False)])
 def test_three_steps_equal_those_of_one_float64_process(world_size, columns, symmetric):
     losses, state = on_ranks(train, world_size, columns, symmetric)[0]
     expected_losses, expected = in_float64(world_size, columns, symmetric)
