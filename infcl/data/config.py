@@ -13,7 +13,7 @@ from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.plan import Share
 from infcl.data.samples import SampleDecoder, SampleTexts
 from infcl.data.shards import split_sources
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns, is_json_lines
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, columns_of, is_json_lines
 from infcl.data.workers import make_dataloader
 
 
@@ -98,11 +98,6 @@ class DataConfig:
             timeout=self.timeout,
             **options,
         )
-
-
-def columns_of(config: TrainConfig) -> TableColumns:
-    """Return the columns of training and validation tables that the flags select."""
-    return TableColumns(config.csv_separator, config.csv_img_key, config.csv_caption_key, config.csv_img_root)
 
 
 def limits_of(config: TrainConfig, limits: ImageLimits) -> ImageLimits:

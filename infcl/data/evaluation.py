@@ -21,13 +21,13 @@ import torch
 from infcl.config import TrainConfig
 from infcl.config.checks import is_table
 from infcl.data.captions import decode_captions, decode_text, parse_json
-from infcl.data.config import columns_of, limits_of
+from infcl.data.config import limits_of
 from infcl.data.images import IMAGE_SUFFIXES, ImageLimits, decode_image, open_image, reject_damage
 from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
 from infcl.data.records import BadSample, Record, stream_records
 from infcl.data.shards import expand_shards
 from infcl.data.storage import ShardFault, is_remote
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, read_image
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, columns_of, read_image
 from infcl.data.transforms import EvalTransform, PillowTransform
 from infcl.models.config import ModelConfig
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess

@@ -21,7 +21,7 @@ from infcl.data.images import IMAGE_SUFFIXES
 from infcl.data.index import DEFAULT_KEYS
 from infcl.data.plan import random_order
 from infcl.data.shards import main as index
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, add_column_flags, columns_of
 
 _SUFFIX_OF = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}  # first bytes -> extension
 assert set(_SUFFIX_OF.values()) <= set(DEFAULT_KEYS.image.split(";"))
@@ -130,16 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("source", help="a folder of images, each with a .txt of the same name; a .csv, .tsv or .jsonl")
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--per-shard", type=int, default=10_000, help="samples per shard [10,000]")
-    parser.add_argument("--csv-separator", default=DEFAULT_COLUMNS.separator, help="between columns [tab]")
-    parser.add_argument("--csv-img-key", default=DEFAULT_COLUMNS.image, help="column of image paths [filepath]")
-    parser.add_argument("--csv-caption-key", default=DEFAULT_COLUMNS.caption, help="column of captions [title]")
-    parser.add_argument("--csv-img-root", help="where relative image paths start [the table's folder]")
+    add_column_flags(parser)
     args = parser.parse_args(arguments)
-    columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key, args.csv_img_root)
     if args.per_shard < 1:
         parser.error(f"--per-shard {args.per_shard} must be greater than 0")
     try:
-        shards, skipped = pack(args.source, args.out, per_shard=args.per_shard, columns=columns)
+        shards, skipped = pack(args.source, args.out, per_shard=args.per_shard, columns=columns_of(args))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(f"{args.out}: {sum(shards):,} samples in {counted(len(shards), 'shard')}")

@@ -7,6 +7,7 @@ Out: `TableReader`, with random access to the records of rows. It keeps the rows
      that workers share the memory. Updates of reference counts would copy a list of strings into every worker.
 """
 
+import argparse
 import contextlib
 import csv
 import hashlib
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infcl.config import counted
+from infcl.config import TrainConfig, counted
 from infcl.config.redaction import check_text, redacted
 from infcl.config.words import reason
 from infcl.data.index import DEFAULT_KEYS, MAX_IMAGE_BYTES
@@ -40,6 +41,19 @@ class TableColumns(NamedTuple):
 
 
 DEFAULT_COLUMNS = TableColumns()
+
+
+def add_column_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `columns_of` to a command."""
+    parser.add_argument("--csv-separator", default=DEFAULT_COLUMNS.separator, help="between columns [tab]")
+    parser.add_argument("--csv-img-key", default=DEFAULT_COLUMNS.image, help="column of image paths [filepath]")
+    parser.add_argument("--csv-caption-key", default=DEFAULT_COLUMNS.caption, help="column of captions [title]")
+    parser.add_argument("--csv-img-root", help="where relative image paths start [the table's folder]")
+
+
+def columns_of(flags: TrainConfig | argparse.Namespace) -> TableColumns:
+    """Return the columns of tables that the flags select."""
+    return TableColumns(flags.csv_separator, flags.csv_img_key, flags.csv_caption_key, flags.csv_img_root)
 
 
 class TableReader:

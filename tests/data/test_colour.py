@@ -3,13 +3,15 @@ import pytest
 import torch
 
 from infcl.data.plan import draw, uniforms
-from infcl.data.transforms import JITTER_DRAWS, TRANSFORM_DRAWS, TrainTransform, grey, jitter, luma, shift_hue
+from infcl.data.transforms import TRANSFORM_DRAWS, TrainTransform, grey, jitter
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import picture
 
 
-def image(seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(picture(seed, 24, 24)).permute(2, 0, 1).contiguous()
+def image() -> torch.Tensor:
+    pixels = torch.from_numpy(picture(0, 24, 24)).permute(2, 0, 1).contiguous()
+    pixels[:, 0, 0] = 128  # grey: no hue at all
+    return pixels
 
 
 def random(u: float, first: int) -> np.ndarray:
@@ -31,19 +33,7 @@ def test_each_operation_is_torchvisions(operation, name, u):
     expected = getattr(functional, f"adjust_{name}")(image().float() / 255, factor) * 255
     result = jitter(image(), tuple(amounts), random(u, operation))
     assert result.dtype == torch.uint8 and (result.float() - expected).abs().max() < 1.0
-
-
-def test_grey_has_equal_channels_and_the_images_luma():
-    result = grey(image())
-    assert torch.equal(result[0], result[1]) and torch.equal(result[0], result[2])
-    assert (result[0].float() - luma(image().float())[0]).abs().max() <= 0.5 + 1e-3
-
-
-def test_a_full_turn_of_hue_changes_nothing():
-    colours = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
-    colours[:, 0, 0] = 0.5  # grey: no hue at all
-    assert (shift_hue(colours, 1.0) - colours).abs().max() < 1e-5
-    assert (shift_hue(shift_hue(colours, 0.3), -0.3) - colours).abs().max() < 1e-5
+    assert (grey(image()).float() - functional.rgb_to_grayscale(image().float(), 3)).abs().max() < 1.0
 
 
 def test_augmentation_is_off_by_default_and_belongs_to_the_position():
@@ -55,17 +45,4 @@ def test_augmentation_is_off_by_default_and_belongs_to_the_position():
     assert all(torch.equal(coloured(pixels, n), coloured(pixels, n.copy())) for n in numbers)
     greys = [TrainTransform(16, gray_scale_prob=0.25)(pixels, n) for n in numbers]
     assert 5 < sum(bool((g[0] == g[1]).all()) for g in greys) < 28
-
-
-def test_more_draws_leave_the_first_ones_as_they_were():
-    assert (draw(1, 2, 3, stream=0, count=TRANSFORM_DRAWS)[:23] == draw(1, 2, 3, stream=0, count=23)).all()
-    assert TRANSFORM_DRAWS == 25 + JITTER_DRAWS
-
-
-def test_impossible_jitter_is_rejected():
-    for amounts in [(0.4,), (0.4, 0.4, 0.4, 0.6), (-1, 0, 0, 0)]:
-        with pytest.raises(ValueError, match="color_jitter"):
-            TrainTransform(16, color_jitter=amounts, color_jitter_prob=1.0)
     assert TrainTransform(16, color_jitter=(1, 2, 3), color_jitter_prob=1.0).color_jitter == (1, 2, 3, 0.0)
-    with pytest.raises(ValueError, match="only work together"):
-        TrainTransform(16, color_jitter=(0.4, 0.4, 0.4, 0.1))

@@ -12,13 +12,6 @@ from tests.lib.shard_files import encode, picture, write_shards, write_tar
 from tests.lib.small_loader import eval_samples
 
 
-def test_order_and_pixels_do_not_depend_on_the_threads(tmp_path):
-    shards = write_shards(tmp_path / "s", [7, 30, 3])
-    one, many = (list(eval_samples(shards, image_size=16, threads=threads)) for threads in (1, 8))
-    assert [s.key for s in one] == [s.key for s in many] and len(one) == 40
-    assert all((a.image == b.image).all() and a.caption == b.caption for a, b in zip(one, many))
-
-
 def test_ranks_read_their_own_samples_of_shards_only(tmp_path, monkeypatch):
     folder, read, world_size = write_shards(tmp_path / "s", [7, 30, 0, 3, 1]), [], 4
     read_record = records._read_record
@@ -28,6 +21,9 @@ def test_ranks_read_their_own_samples_of_shards_only(tmp_path, monkeypatch):
     assert whole == [f"picture number {i}" for i in range(41)] and len(read) == 41
     assert [sample.metadata["number"] for sample in samples] == list(range(41)) and samples[0].key == "000000000"
     assert samples[0].image.shape == (3, 8, 8) and samples[0].image.dtype == torch.uint8
+    for one, many in zip(samples, eval_samples(folder, image_size=8, threads=1), strict=True):
+        assert one.key == many.key and torch.equal(one.image, many.image)
+    read.clear()
     for rank in range(world_size):
         read.clear()
         own = [sample.caption for sample in eval_samples(folder, image_size=8, rank=rank, world_size=world_size)]
@@ -47,35 +43,24 @@ def test_class_folders_give_every_image_with_its_folders_name(tmp_path):
     ]
 
 
-def test_ranks_share_a_caption_list_and_a_missing_image_is_counted(tmp_path):
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_ranks_share_a_table_and_an_image_that_is_missing_or_too_large_is_counted(tmp_path, kind):
     (tmp_path / "x.png").write_bytes(encode(picture(2)))
     with open(tmp_path / "hole.png", "wb") as hole:
         hole.truncate(MAX_IMAGE_BYTES + 1)
-    images = {1: "hole.png", 3: "gone.png"}
-    lines = [{"image": images.get(i, "x.png"), "captions": [f"{i}", "b"]} for i in range(6)]
-    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sets = [eval_samples(str(tmp_path / "c.jsonl"), image_size=8, rank=rank, world_size=2) for rank in range(2)]
-    captions = [[sample.metadata["captions"][0] for sample in samples] for samples in sets]
-    assert captions == [["0", "2", "4"], ["5"]]
+    images, data = ["x.png", "hole.png", "x.png", "gone.png", "x.png", "x.png"], tmp_path / f"c.{kind}"
+    if kind == "csv":
+        data.write_text("said,file\n" + "".join(f'"caption, {i}",{image}\n' for i, image in enumerate(images)))
+        with pytest.raises(ValueError, match=r"c.csv has no columns 'filepath' and 'title' but \['said,file'\]"):
+            eval_samples(str(data), image_size=8)
+    else:
+        lines = [{"image": image, "captions": [f"caption, {i}", "b"]} for i, image in enumerate(images)]
+        data.write_text("\n".join(map(json.dumps, lines)))
+    options = {"image_size": 8, "columns": TableColumns(",", "file", "said"), "world_size": 2}
+    sets = [eval_samples(str(data), rank=rank, **options) for rank in range(2)]
+    numbers = [[int(sample.caption.split()[1]) for sample in samples] for samples in sets]
+    assert numbers == [[0, 2, 4], [5]]
     assert sets[1].skipped == {"missing_image_file": 1, "image_file_too_large": 1} and not sets[0].skipped
-
-
-def test_ranks_share_a_table_and_its_columns_have_names(tmp_path):
-    """As --train-data x.csv: relative to the table's folder; an image that is missing or too large is counted."""
-    for i in range(4):
-        (tmp_path / f"{i}.png").write_bytes(encode(picture(i)))
-    with open(tmp_path / "2.png", "wb") as hole:
-        hole.truncate(MAX_IMAGE_BYTES + 1)
-    rows = "".join(f'"caption, {i}",{i if i != 1 else "gone"}.png\n' for i in range(4))
-    (tmp_path / "v.csv").write_text("said,file\n" + rows)
-    table = {"data": str(tmp_path / "v.csv"), "image_size": 8}
-    columns = TableColumns(",", "file", "said")
-    sets = [eval_samples(**table, columns=columns, rank=rank, world_size=2) for rank in range(2)]
-    captions = [[sample.caption for sample in samples] for samples in sets]
-    assert captions == [["caption, 0"], ["caption, 3"]]
-    assert sets[0].skipped == {"image_file_too_large": 1} and sets[1].skipped == {"missing_image_file": 1}
-    with pytest.raises(ValueError, match=r"v.csv has no columns 'filepath' and 'title' but \['said,file'\]"):
-        eval_samples(**table)
 
 
 def test_a_caption_list_has_lines_where_its_json_has(tmp_path):

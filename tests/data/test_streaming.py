@@ -10,19 +10,15 @@ from tests.lib.shard_files import write_shards
 from tests.lib.small_loader import sample_numbers, step_loader
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer, num_workers):
+def streaming(urls: str, tokenizer, num_samples: int, **options):
+    return step_loader(urls, tokenizer, dataset_type="streaming", num_samples=num_samples, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer, workers):
     def run(rank: int) -> list[list[int]]:
-        options = {
-            "dataset_type": "streaming",
-            "num_samples": 48,
-            "workers": num_workers,
-            "world_size": 2,
-            "rank": rank,
-        }
-        return sample_numbers(
-            step_loader(shards + "/{00000,00001,00003,00004}.tar", tokenizer, num_micro_batches=1, **options)
-        )
+        urls, options = shards + "/{00000,00001,00003,00004}.tar", {"rank": rank, "workers": workers}
+        return sample_numbers(streaming(urls, tokenizer, 48, num_micro_batches=1, world_size=2, **options))
 
     ranks = [run(0), run(1)]
     assert ranks == [run(0), run(1)]
@@ -30,19 +26,13 @@ def test_it_splits_shards_over_ranks_and_repeats_from_its_seed(shards, tokenizer
     assert not set(sum(ranks[0], [])) & set(sum(ranks[1], []))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_pass_over_unequal_shards_ends_before_the_next_and_repeats_are_counted(tmp_path, tokenizer, num_workers):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_over_unequal_shards_ends_before_the_next_and_repeats_are_counted(tmp_path, tokenizer, workers):
     write_shards(tmp_path, [7, 1, 53, 19])
     everyone = []
     for rank in range(2):
-        options = {
-            "dataset_type": "streaming",
-            "num_samples": 80,
-            "workers": num_workers,
-            "world_size": 2,
-            "rank": rank,
-        }
-        loader = step_loader(str(tmp_path), tokenizer, micro_batch_size=4, num_micro_batches=1, **options)
+        options = {"micro_batch_size": 4, "num_micro_batches": 1, "world_size": 2, "rank": rank, "workers": workers}
+        loader = streaming(str(tmp_path), tokenizer, 80, **options)
         seen = sum(sample_numbers(loader), [])
         everyone += seen
         times = Counter(seen)
@@ -54,7 +44,7 @@ def test_a_pass_over_unequal_shards_ends_before_the_next_and_repeats_are_counted
 
 def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer):
     pipe = f"pipe:cat {quote(shards)}/" + "{00001,00004}.tar"
-    loader = step_loader(pipe, tokenizer, dataset_type="streaming", num_samples=42, allow_pipe=True)
+    loader = streaming(pipe, tokenizer, 42, allow_pipe=True)
     first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert len(set(first)) == len(first) and set(first) == set(second) and first != second
     loader.set_position(2, 5)
@@ -63,7 +53,7 @@ def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer
 
 def test_it_resumes_with_the_shard_that_the_step_had_reached(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("infcl.data.streaming._SHUFFLE_BUFFER", 1)
-    loader = step_loader(write_shards(tmp_path, [6] * 4), tokenizer, dataset_type="streaming", num_samples=24)
+    loader = streaming(write_shards(tmp_path, [6] * 4), tokenizer, 24)
     whole = sample_numbers(loader)
     loader.set_position(0, 3)  # of 4 steps of 6 samples: three of four shards lie behind
     assert sample_numbers(loader) == whole[3:]
@@ -73,12 +63,8 @@ def test_it_says_what_it_needs(shards, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="--dataset-type streaming needs --train-num-samples"):
         parse_args(["--train-data", "pipe:cat x", "--tokenizer", "open_clip:x", "--dataset-type", "streaming"])
     with pytest.raises(ValueError, match="5 shards cannot feed 2 ranks x 3 workers"):
-        step_loader(shards, tokenizer, dataset_type="streaming", num_samples=50, world_size=2, workers=3)
+        streaming(shards, tokenizer, 50, world_size=2, workers=3)
     with pytest.raises(ValueError, match="1 shard cannot feed 1 rank x 2 workers"):
-        step_loader(write_shards(tmp_path, [5]), tokenizer, dataset_type="streaming", num_samples=5, workers=2)
-
-
-def test_a_stream_is_not_read_twice(shards, tokenizer):
-    loader = step_loader(shards, tokenizer, dataset_type="streaming", num_samples=24)
+        streaming(write_shards(tmp_path, [5]), tokenizer, 5, workers=2)
     with pytest.raises(ValueError, match="cannot read micro-batches a second time"):
-        next(loader.steps(range(1)))
+        next(streaming(shards, tokenizer, 24).steps(range(1)))

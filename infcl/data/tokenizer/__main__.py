@@ -9,7 +9,7 @@ from infcl.config.redaction import redact_output
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.records import ShardReader
 from infcl.data.shards import load_manifest
-from infcl.data.table import TableColumns, TableReader
+from infcl.data.table import TableReader, add_column_flags, columns_of
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import captions_of, train_tokenizer
 
@@ -20,10 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=["train"])
     parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder; tables")
     parser.add_argument("--dataset-type", choices=["webdataset", "csv"], default="webdataset")
-    parser.add_argument("--csv-separator", default="\t")
-    parser.add_argument("--csv-img-key", default="filepath")
-    parser.add_argument("--csv-caption-key", default="title")
-    parser.add_argument("--csv-img-root")
+    add_column_flags(parser)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--out", required=True, help="the model file to write")
     parser.add_argument("--model-type", choices=["bpe", "unigram"], default="unigram")
@@ -40,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         reader: TableReader | ShardReader
         if args.dataset_type == "csv":
-            columns = TableColumns(args.csv_separator, args.csv_img_key, args.csv_caption_key, args.csv_img_root)
-            reader = TableReader(args.train_data, columns=columns)
+            reader = TableReader(args.train_data, columns=columns_of(args))
         else:
             reader = ShardReader(load_manifest(args.train_data, keys=keys), keys)
         captions = captions_of(reader, args.max_captions)

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -55,25 +54,13 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        why = _reason(error, model_type)
+        why = str(error).rpartition("] ")[2] or "there are none (--text-key, --json-text-key; --dataset-type csv)"
         raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {why}") from error
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(path), model.getvalue())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _reason(error: RuntimeError, model_type: str) -> str:
-    """Translate sentencepiece's error message into one that mentions the flags."""
-    if most := re.search(r"Please set it to a value <= (\d+)", str(error)):
-        more = "" if model_type == "bpe" else ", or --model-type bpe, which makes more of few"
-        return f"they give at most {most[1]} (--vocab-size {most[1]}, or more captions{more})"
-    if "sentences_.empty()" in str(error):
-        return "there are none (--text-key, --json-text-key; --dataset-type csv for tables)"
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-        return f"their characters alone are {least[1]} (--vocab-size above that)"
-    return str(error)
 
 
 def captions_of(reader: ShardReader | TableReader, limit: int) -> Iterator[str]:
