@@ -8,25 +8,52 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
-from infcl.checkpoint.load import trainer_state
+from infcl.checkpoint.load import consolidated_state_dict, trainer_state
+from infcl.checkpoint.run_folder import FolderTaken, NotWritten
+from infcl.convert.export import load_exported
+from infcl.data.loader import TooManyBadSamples
+from infcl.data.workers import NoBatch
 from infcl.report import read_metrics
+from infcl.train.ending import run
+from infcl.train.finite import Diverged
+from infcl.train.saves import Stopped
 from tests.lib.checkout import ROOT
 from tests.lib.entry import ON_CPU, alone, command, forked, golden, launch, losses
 from tests.lib.shard_files import write_tar
 from tests.lib.waiting import finish, wait_for_checkpoint
 
 
-def test_steps_that_stay_not_finite_end_with_a_code_of_their_own(demo_folder, tmp_path):
-    """What starts a run again knows it by that; it writes one line, no traceback."""
-    arguments = command(demo_folder, tmp_path, "--lr", "1e30", "--warmup", "0", "--steps", "24", "--workers", "0")
-    ended = forked([*arguments, "--device", "cpu"], 2)
-    assert ended.returncode == 65 and "Traceback" not in ended.stderr
-    assert ended.stderr.count("pretrain_clip.py: error: 21 steps in a row had gradients that are not finite") == 1
+@pytest.mark.parametrize(
+    ("end", "code", "printed"),
+    [
+        (FolderTaken("process 7 trains here"), 2, "pretrain_clip.py: error: process 7 trains here\n"),
+        (Diverged("21 steps in a row"), 65, "pretrain_clip.py: error: 21 steps in a row\n"),
+        (TooManyBadSamples("rank 1: 9 bad"), 65, "pretrain_clip.py: error: rank 1: 9 bad\n"),
+        (NoBatch("10,000 samples", 65), 65, "pretrain_clip.py: error: rank 0: 10,000 samples\n"),
+        (NoBatch("a worker hangs"), 1, "pretrain_clip.py: error: rank 0: a worker hangs\n"),
+        (NotWritten("no space"), 74, "pretrain_clip.py: error: no space\n"),
+        (Stopped(signal.SIGUSR1), 138, "SIGUSR1 received at step 3; --resume latest\n"),
+        (KeyboardInterrupt(), 130, "interrupted at step 3; --resume latest\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_end_of_a_run_has_its_code_and_one_line(end, code, printed, capsys, monkeypatch):
+    """What starts a run again knows its end by the code."""
+    monkeypatch.setattr("infcl.train.ending.destroy_parallel", lambda parallel: None)
+    checkpoints, fit = SimpleNamespace(hint="--resume latest"), mock.Mock(side_effect=end)
+    trainer = SimpleNamespace(parallel=SimpleNamespace(hosts=1), fit=fit, step=3, checkpoints=checkpoints)
+    assert run("pretrain_clip.py", lambda: trainer) == code
+    shown = capsys.readouterr()
+    assert shown.out + shown.err == printed
 
 
+@pytest.mark.long
 def test_data_without_images_ends_a_rank_with_one_line_and_the_code_of_bad_data(demo_folder, tmp_path):
     write_tar(tmp_path / "shards" / "0.tar", [(f"{i}.{e}", b"text") for i in range(64) for e in ("png", "txt")])
     arguments = command(demo_folder, tmp_path, "--steps", "1", "--workers", "0", "--train-data", f"{tmp_path}/shards")
@@ -47,7 +74,7 @@ def test_storage_that_fails_at_the_end_ends_the_run_with_one_line_and_a_code_of_
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("start", [forked, launch])
-def test_a_run_trains_and_evaluates_and_a_second_start_does_not_train_again(demo_folder, tmp_path, start):
+def test_what_a_finished_run_leaves_and_a_second_start_does_not_train_again(demo_folder, tmp_path, start):
     arguments = command(
         demo_folder, tmp_path, "--deepspeed_config", "ds_configs/zero3.json", "--grad-checkpointing",
         "--val-data", f"{demo_folder}/val", "--zeroshot-data", f"{demo_folder}/zeroshot", "--device", "cpu",
@@ -58,12 +85,25 @@ def test_a_run_trains_and_evaluates_and_a_second_start_does_not_train_again(demo
     assert "FutureWarning" not in first.stderr
     for shown in ("zero-shot top-1", "image->text recall@1", "peak memory", "loss curve", "exported model"):
         assert shown in first.stdout
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    root = tmp_path / "run"
+    summary = json.loads((root / "summary.json").read_text())
     assert (summary["zero_stage"], summary["world_size"], summary["samples_seen"]) == (3, 2, 3 * 64)
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    second = start([*arguments, "--resume", "latest"], 2)
+    assert {"zero_shot_top1", "image_to_text_r1", "text_to_image_r1"} <= summary.keys()
+    assert all(Path(path).exists() for path in summary["paths"].values())
+    names = {path.name for path in root.iterdir()}
+    assert {"config.json", "model_config.json", "metrics.jsonl", "tensorboard"} <= names and "running.json" not in names
+    assert (root / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert (root / "tokenizer.model").read_bytes() == (demo_folder / "tokenizer.model").read_bytes()
+    environment = json.loads((root / "environment.json").read_text())
+    assert torch.__version__.startswith(environment["packages"]["torch"].split("+")[0])
+    assert environment["world_size"] == 2 and f"\n# {root.name}\n" in (root / "export" / "README.md").read_text()
+    trained, exported = consolidated_state_dict(root), load_exported(root / "export")[0].state_dict()
+    assert set(trained) == set(exported)
+    assert all(torch.equal(trained[name].reshape(-1), exported[name].reshape(-1)) for name in trained)
+    before = (root / "metrics.jsonl").read_text()
+    second = start([*arguments, "--resume", "latest", "--workers", "0"], 2)
     assert second.returncode == 0 and "is finished" in second.stdout and "zero-shot top-1" in second.stdout
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert (root / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -71,13 +111,12 @@ def test_a_run_trains_and_evaluates_and_a_second_start_does_not_train_again(demo
     [
         (["--batch-size", "4096", "--device", "cpu"], "1536 usable samples, fewer than one global batch of 16384", 2),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag", 1),
-        (["--device", "cuda"], "--device cuda: no GPU is visible", None),  # GPUs cannot be hidden from a fork
         (["--force-image-size", "30"], "image_size 30 is not a multiple of patch_size 8", 1),
     ],
 )
 def test_a_usage_error_is_one_line_from_one_rank_with_exit_code_2(demo_folder, tmp_path, flags, message, ranks):
     arguments = command(demo_folder, tmp_path, *flags)
-    result = alone(arguments) if ranks is None else forked(arguments, ranks)
+    result = forked(arguments, ranks)
     printed = result.stdout + result.stderr
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in printed, printed
     assert printed.count("pretrain_clip.py: error:") == 1 and not (tmp_path / "run").exists()

@@ -16,25 +16,29 @@ from tests.lib.steps import step_done
 from tests.lib.training import demo_config, new_trainer
 
 
-def gathered(rank, world_size):
+def gathered(rank, world_size, encoding_waits):
     """Return the collectives of a step that is not logged and of one that is, and the values of both."""
-    stragglers = Stragglers(Parallel(rank, world_size, rank, torch.device("cpu"), dist.group.WORLD), every=2)
+    parallel = Parallel(rank, world_size, rank, torch.device("cpu"), dist.group.WORLD)
+    stragglers = Stragglers(parallel, every=2, encoding_waits=encoding_waits)
     reported = []
 
     def steps(number: int):
         phases = {"data": 0.25, "encode": 0.5 + rank, "loss": 9.0}
-        step = step_done(number, phases=phases, waited=0.5, again=0.25)  # the second reading is a rank's own time too
+        # the second reading is a rank's own time too
+        step = step_done(number, phases=phases, waited=0.5 + 2 * rank, again=0.25)
         stragglers.after_step(step)
         reported.append(step.values)
 
     return [collectives("", lambda step=step: steps(step)) for step in (1, 2)], reported
 
 
-def test_only_a_logged_step_communicates_and_once():
-    for counts, (silent, logged) in run_ranks(gathered, 2):
+@pytest.mark.parametrize(("encoding_waits", "usual", "slowest"), [(False, 1.0, 2.0), (True, 0.5, 2.5)])
+def test_only_a_logged_step_communicates_and_once(encoding_waits, usual, slowest):
+    """Where encoding waits for other ranks, a rank's own time is its wait for data."""
+    for counts, (silent, logged) in run_ranks(gathered, 2, encoding_waits):
         assert counts[0] == 0 and counts[1] == 1
         assert silent == {}
-        assert logged == {"seconds_own_usual": 1.0, "seconds_own_slowest": 2.0, "slowest_rank": 1}
+        assert logged == {"seconds_own_usual": usual, "seconds_own_slowest": slowest, "slowest_rank": 1}
 
 
 def collapse_reports(losses: list[float], spread: float, *, warmup: int = 5) -> list[int]:
@@ -88,14 +92,12 @@ def slowest_ranks(demo_folder, logs, where: str, naps: list[float], **changes) -
     return [(record["slowest_rank"], record["seconds_own_slowest"]) for record in records]
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize("where", ["reading", "encoding"])
-def test_a_rank_that_is_late_in_every_step_is_the_slowest_one_in_the_metrics(demo_folder, tmp_path, where):
-    found = slowest_ranks(demo_folder, tmp_path, where, [0.1, 1.0, 0.1])
+def test_a_rank_that_is_late_in_every_step_is_the_slowest_one_in_the_metrics(demo_folder, tmp_path):
+    found = slowest_ranks(demo_folder, tmp_path, "reading", [0.1, 1.0, 0.1])
     assert len(found) == 4 and all(rank == 1 and seconds >= 1.0 for rank, seconds in found), found
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("where", "least", "most"), [("encoding", 0.0, 0.8), ("reading", 1.0, 99.0)])
 def test_of_ranks_that_share_a_model_only_late_data_counts(demo_folder, tmp_path, where, least, most):
     """They wait for each other in every layer, so all ranks of a slow one's group would look slow."""

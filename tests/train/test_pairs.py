@@ -52,7 +52,7 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_split(data, tmp_path, cas
         config = demo_config(
             data, tmp_path, name=str(number), train_data=str(data / "shards"), tokenizer=str(data / "x.model"),
             model="demo", batch_size=size, accum_freq=count, resident_micro_batches=resident, pixel_cache_gb="0",
-            steps=4, warmup=1, **CASES[case],
+            steps=3, warmup=1, **CASES[case],
         )  # fmt: skip
         records = run_ranks(fit, ranks, config)[0]
         names = ["loss", "grad_norm", "duplicate_share", "duplicate_negatives"]

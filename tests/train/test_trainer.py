@@ -7,20 +7,21 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from infcl.checkpoint.load import consolidated_state_dict
-from infcl.convert.export import load_exported
+from infcl.checkpoint import write as checkpoint_writer
 from infcl.report import read_metrics
 from infcl.report.records import read_records
+from infcl.train import saves
 from tests.lib.entry import golden
 from tests.lib.ranks import run_ranks
-from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses
+from tests.lib.training import demo_config, fit, rejection, run_losses
 
-FIRST = 12  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
+FIRST = 8  # steps of the golden curve where stages, losses and compilers differ: the warm-up's five, and more
 
 
 @pytest.mark.first(1)
@@ -110,42 +111,8 @@ def newest_state(logs) -> Path:
     return sorted((logs / "run" / "checkpoints").glob("step_*"))[-1] / "state_00000.safetensors"
 
 
-def test_what_a_finished_run_leaves(demo_folder, tmp_path):
-    config = demo_config(
-        demo_folder, tmp_path, steps=3, val_data=str(demo_folder / "val"), zeroshot_data=str(demo_folder / "zeroshot"),
-        report_to="tensorboard",
-    )  # fmt: skip
-    run_losses(2, config, draws=True)
-    root = tmp_path / "run"
-    summary = json.loads((root / "summary.json").read_text())
-    assert f"\n# {root.resolve().name}\n" in (root / "export" / "README.md").read_text()
-    wanted = "zero_shot_top1 image_to_text_r1 text_to_image_r1 samples_seen train_seconds peak_memory_mb zero_stage"
-    assert set(wanted.split()) | {"world_size", "paths"} <= set(summary)
-    assert summary["samples_seen"] == 3 * 2 * 64 and summary["world_size"] == 2 and summary["zero_stage"] == 1
-    for path in summary["paths"].values():
-        assert Path(path).exists(), path
-    names = {path.name for path in root.iterdir()}
-    assert {"config.json", "environment.json", "model_config.json", "metrics.jsonl", "tensorboard"} <= names
-    assert "running.json" not in names
-    assert (root / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
-    assert (root / "tokenizer.model").read_bytes() == (demo_folder / "tokenizer.model").read_bytes()
-    environment = json.loads((root / "environment.json").read_text())
-    assert torch.__version__.startswith(environment["packages"]["torch"].split("+")[0])
-    assert environment["world_size"] == 2
-    model, _ = load_exported(root / "export")
-    trained = consolidated_state_dict(root)
-    exported = model.state_dict()
-    assert set(trained) == set(exported)
-    assert all(torch.equal(trained[name].reshape(-1), exported[name].reshape(-1)) for name in trained)
-
-
 def fit_with_lost_saves(rank, world_size, config, lost):
-    """Saves of the steps `lost` fail on the last rank -> (the step at the end, what ended the run)."""
-    from unittest import mock
-
-    from infcl.checkpoint import write as checkpoint_writer
-    from infcl.train import saves
-
+    """Saves of the steps `lost` fail on the last rank -> what ended the run."""
     write = checkpoint_writer._write_tensors
 
     def lose(path, *content):
@@ -153,24 +120,23 @@ def fit_with_lost_saves(rank, world_size, config, lost):
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         return write(path, *content)
 
-    trainer, ended = new_trainer(config), ""
     with mock.patch.object(checkpoint_writer, "_write_tensors", lose), mock.patch.object(saves, "MAX_FAILED_SAVES", 2):
         try:
-            trainer.fit()
+            fit(rank, world_size, config)
         except RuntimeError as error:
-            ended = str(error)
-    return trainer.step, ended
+            return str(error)
+    return ""
 
 
 def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_does_not(demo_folder, tmp_path):
-    config = demo_config(demo_folder, tmp_path, batch_size=8, steps=8, save_every_n_steps=1, accum_freq=1)
-    for step, ended in run_ranks(fit_with_lost_saves, 2, config, {2, 4, 5, 6}):
-        assert step in (6, 7)  # a save is published by the end of the next step
+    config = demo_config(demo_folder, tmp_path, batch_size=4, steps=8, save_every_n_steps=1, accum_freq=1)
+    for ended in run_ranks(fit_with_lost_saves, 2, config, {2, 4, 5, 6}):
         assert ended.startswith("3 checkpoints in a row could not be written to") and "more than 2" in ended
         assert "rank 1: No such device" in ended and ended.endswith("--resume latest continues from step_00000003")
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl", "train")) in (6, 7)  # published by the next step's end
     resumed = dataclasses.replace(config, resume="latest")
-    for step, ended in run_ranks(fit_with_lost_saves, 2, resumed, {4, 5, 7, 8}):
-        assert (step, ended) == (8, "")  # two in a row, twice; what fails at the end does not end it
+    # two in a row, twice; what fails at the end does not end it
+    assert run_ranks(fit_with_lost_saves, 2, resumed, {4, 5, 7, 8}) == ["", ""]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_saves"] >= 4
 
 
@@ -181,9 +147,9 @@ def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_doe
 )
 def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_path, steps, lost, kept):
     config = demo_config(demo_folder, tmp_path, batch_size=4, steps=steps, save_every_n_steps=1, accum_freq=1, warmup=0)
-    [(step, ended)] = run_ranks(fit_with_lost_saves, 1, config, lost)
+    [ended] = run_ranks(fit_with_lost_saves, 1, config, lost)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", *kept]
-    assert (tmp_path / "run" / "summary.json").is_file() == (step == steps) == (ended == "")
+    assert (tmp_path / "run" / "summary.json").is_file() == (ended == "") == (steps == 4)
 
 
 def failed_export(rank, world_size, config, fault):
