@@ -58,7 +58,7 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
     if resume != "latest" and not from_first_rank(lambda: _is_given_again(resume, run)):
         problem = _check_together(Path(resume), parallel) or from_first_rank(lambda: _own_ones(Path(resume), run))
         if problem:
-            raise ValueError(f"--resume {resume}: {problem}{from_first_rank(lambda: _hint(Path(resume)))}")
+            raise ValueError(f"--resume {resume}: {problem}")
         return Path(resume)
     problems = []
     for path in from_first_rank(lambda: complete_checkpoints(run)):
@@ -82,14 +82,6 @@ def _is_given_again(resume: str, run: RunFolder) -> bool:
     if run.is_replaced or began is None or Path(resume).resolve().parent == run.checkpoints.resolve():
         return False
     return Path(began).resolve() == Path(resume).resolve() and bool(complete_checkpoints(run))
-
-
-def _hint(path: Path) -> str:
-    """Return a hint for a path that is no checkpoint but a run, or its folder of checkpoints."""
-    if (path / MANIFEST).is_file():
-        return ""
-    inside = [found for run in (path, *path.parents[:2]) for found in complete_checkpoints(RunFolder(run))]
-    return f"; name one of the run's checkpoints, like {inside[0]}" if inside else ""
 
 
 def _own_ones(path: Path, run: RunFolder) -> str | None:

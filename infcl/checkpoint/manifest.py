@@ -39,7 +39,7 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not file.is_file():
         missing = f"{MANIFEST} is missing" if path.is_dir() else "there is no such folder"
-        raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing})")
+        raise DamagedCheckpoint(f"no checkpoint of this trainer ({missing}); one is RUN/checkpoints/step_NUMBER")
     try:
         data = file.read_bytes()
         step = parse_record(data, Manifest, MANIFEST)["trainer"]["step"]

@@ -28,8 +28,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.records import Environment, Running
-from infcl.config import PATHS, BatchPlan, TrainConfig, option_of
+from infcl.checkpoint.records import Running
+from infcl.config import PATHS, TrainConfig, option_of
 from infcl.config.agreement import OF_ONE_START, WITHOUT_EFFECT
 from infcl.config.disk import write_atomic
 from infcl.config.json_file import read_record
@@ -38,13 +38,7 @@ from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.parallel import Parallel, from_first_rank, gather_objects
 from infcl.parallel.host_info import git_commit, package_versions
 
-_FOLDERS = ("checkpoints", "export", "tensorboard")
-_FILES = (
-    *("config.json", "environment.json", "model_config.json", "metrics.jsonl", "summary.json", "running.json"),
-    "evaluations.jsonl",
-)
 _MAY_DIFFER = {*WITHOUT_EFFECT, *OF_ONE_START, "logs"}  # when a command is repeated
-_OF_THE_BATCH = ("batch_size", "accum_freq", "global_batch_size", "tensor_parallel_size")
 
 
 class FolderTaken(RuntimeError):
@@ -100,7 +94,7 @@ class RunFolder:
                     shutil.rmtree(self.root)
                 before = RunFolder(begins_from.resolve().parent.parent) if begins_from else self
                 if (before.root / "config.json").is_file():
-                    changed = before.other_flags(config, parallel.dp_size)
+                    changed = before.other_flags(config)
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 write_atomic(self.root / "config.json", config.to_json())
                 write_atomic(self.model_config, model_config_json)
@@ -119,15 +113,6 @@ class RunFolder:
         changed = from_first_rank(prepare)
         self.require_shared()
         return changed
-
-    def require_kinds(self) -> None:
-        """Raise ValueError if a file or folder of the run is of another kind. Opening a FIFO would hang."""
-        for path in (self.root / name for name in (*_FOLDERS, *_FILES)):
-            if path.exists() and not (path.is_dir() if path.name in _FOLDERS else path.is_file()):
-                kind = "folder" if path.name in _FOLDERS else "regular file"
-                raise ValueError(f"{path} is not a {kind}: move it away, or choose another --name")
-        if self.checkpoints.is_symlink():  # old checkpoints would be removed from wherever it leads
-            raise ValueError(f"{self.checkpoints} is a symbolic link: link --logs, or choose another --name")
 
     def require_free(self) -> None:
         """Raise ValueError if another process of this node trains here. The two would overwrite each other's files."""
@@ -172,28 +157,11 @@ class RunFolder:
         """
         return read_record(self.root / "config.json", TrainConfig)
 
-    def other_flags(self, config: TrainConfig, dp_size: int | None = None) -> list[str]:
-        """List the flags whose values differ between the run here and `config`.
-
-        Args:
-            dp_size: number of data-parallel ranks of this start. If given, accum_freq is compared as the number of
-                micro-batches per step, which follows from --global-batch-size and the ranks. If None, the flags are
-                compared.
-
-        Returns:
-            ["lr 0.001 there, 0.002 now", ...]
-        """
+    def other_flags(self, config: TrainConfig) -> list[str]:
+        """List the flags whose values differ between the run here and `config`: ["lr 0.001 there, 0.002 now", ...]."""
         there, now = self.flags(), json.loads(config.to_json())
         if not there:
             return ["config.json there is damaged"]  # a resume does not need it
-        if dp_size is not None:
-            # Without a readable environment.json, or with values that are no batch, the flags are compared.
-            with contextlib.suppress(KeyError, ValueError, ZeroDivisionError, StopIteration):
-                world_size = read_record(self.root / "environment.json", Environment)["world_size"]
-                as_there = dataclasses.replace(config, **{name: there[name] for name in _OF_THE_BATCH})
-                runs_there = BatchPlan.of(as_there, world_size // as_there.tensor_parallel_size)
-                runs_now = BatchPlan.of(config, dp_size)
-                there["accum_freq"], now["accum_freq"] = runs_there.num_micro_batches, runs_now.num_micro_batches
         names = sorted(set(now) - _MAY_DIFFER)
         return [f"{n} {there.get(n)} there, {now[n]} now" for n in names if there.get(n) != now[n]]
 
@@ -242,8 +210,9 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
 
 def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
     """Return whether an earlier run there is to be replaced, and whether it is finished. Rank 0 only."""
-    run.require_kinds()
     run.require_free()
+    if run.checkpoints.is_symlink():  # old checkpoints would be removed from wherever it leads
+        raise ValueError(f"{run.checkpoints} is a symbolic link: link --logs, or choose another --name")
     if not (run.root / "config.json").is_file():
         return False, run.summary.is_file()
     if config.overwrite:

@@ -23,7 +23,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import LR, ToyCLIP, global_batch
 from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses
 
-GLOBAL_BATCH = 48  # divides by 1, 2, 3 and 4 ranks
+GLOBAL_BATCH = 24  # divides by 1, 2, 3 and 4 ranks
 
 
 def layout(config, world_size, preset, **changes):
@@ -36,10 +36,8 @@ def layout(config, world_size, preset, **changes):
 @pytest.mark.parametrize(
     "path",
     [
-        [(3, "zero1"), (2, "zero3_offload")],
-        [(4, "zero1"), (2, "zero3"), (1, "zero0"), (4, "zero2")],
-        [(3, "zero3"), (1, "zero3")],
-        [(2, "zero3_offload"), (3, "zero1")],
+        [(3, "zero1"), (2, "zero3")],
+        [(4, "zero2"), (2, "zero3_offload"), (1, "zero0"), (3, "zero1")],
     ],
     ids=lambda path: "-".join(f"{ranks}x{preset}" for ranks, preset in path),
 )
@@ -166,35 +164,16 @@ def test_what_could_not_be_saved_is_exported_though_a_signal_came(demo_folder, t
     assert not complete_checkpoints(run) and run.summary.is_file() and any(run.export.iterdir())
 
 
-def flip(content: bytes) -> bytes:
-    """Return the content with another bit near its end."""
-    return content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("state_00001.safetensors", flip, "another checksum"),
-        ("infcl.json", lambda content: b'{"format": 99}', "format is 99: Input should be 3"),
-    ],
-    ids=["damaged", "foreign"],
-)
-def test_a_damaged_or_foreign_checkpoint_is_rejected_when_named(finished, tmp_path, name, change, message):
+def test_a_damaged_checkpoint_is_rejected_by_all_ranks(finished, tmp_path):
+    """The second rank reads the file."""
     run, config = finished
     copy = tmp_path / "step_00000003"
     shutil.copytree(complete_checkpoints(run)[0], copy)
-    (copy / name).write_bytes(change((copy / name).read_bytes()))
-    resume = dataclasses.replace(config, resume=str(copy), logs=str(tmp_path))
-    messages = run_ranks(rejection, 2, resume)
-    assert message in messages[0] and str(copy) in messages[0]
-    assert messages[0] == messages[1]
-
-
-def test_a_run_folder_is_no_checkpoint_and_one_of_its_own_is_named(finished, tmp_path):
-    run, config = finished
-    for folder in (run.root, run.checkpoints, run.checkpoints / "step_00000099", run.checkpoints / "latest"):
-        message = run_ranks(rejection, 1, dataclasses.replace(config, resume=str(folder), logs=str(tmp_path)))[0]
-        assert f"name one of the run's checkpoints, like {complete_checkpoints(run)[0]}" in message
+    file = copy / "state_00001.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    messages = run_ranks(rejection, 2, dataclasses.replace(config, resume=str(copy), logs=str(tmp_path)))
+    assert f"--resume {copy}: state_00001.safetensors has another checksum" in messages[0] == messages[1]
 
 
 def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
@@ -208,24 +187,6 @@ def test_a_run_does_not_go_back_under_its_later_checkpoints(finished):
     assert [path.stat().st_ino for path in sorted(run.root.rglob("*"))] == before
     elsewhere = run_ranks(fit, 2, dataclasses.replace(back, name="elsewhere"))[0]
     assert sorted(elsewhere) == [2, 3]
-
-
-def test_a_checkpoint_that_was_copied_is_no_newer_one(finished, tmp_path):
-    """It stays, and its run continues from the newest; nor may the run go back to it."""
-    run, config = finished
-    again = RunFolder(tmp_path / "again")
-    shutil.copytree(run.root, again.root)
-    again.summary.unlink()
-    shutil.rmtree(again.checkpoints / "step_00000003")
-    kept = [again.checkpoints / name for name in ("step_best", "step_00000001_best", "step_00000009.bak")]
-    for copy in kept:
-        shutil.copytree(again.checkpoints / "step_00000001", copy)
-    config = dataclasses.replace(config, logs=str(tmp_path), name="again", keep_checkpoints=1)
-    back = run_ranks(rejection, 1, dataclasses.replace(config, resume=str(kept[0])))[0]
-    assert "continued from there, to step_00000002" in back
-    run_ranks(fit, 2, dataclasses.replace(config, resume="latest"))
-    assert [record["step"] for record in read_records(again.metrics)] == [1, 2, 3, 3]
-    assert all((copy / "infcl.json").is_file() for copy in kept)
 
 
 def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(finished):
@@ -260,10 +221,15 @@ def add_checkpoints(run, *steps):
 
 @pytest.mark.parametrize(("keep_last", "left"), [(0, range(9, 0, -1)), (2, [9, 8]), (1, [9]), (10, range(9, 0, -1))])
 def test_pruning_keeps_the_last_ones(tmp_path, keep_last, left):
+    """Copies by other names are no checkpoints of the run, and stay."""
     run = RunFolder(tmp_path)
     add_checkpoints(run, *range(1, 10))
+    copies = [run.checkpoints / name for name in ("step_best", "step_00000001_best", "step_00000010.bak")]
+    for copy in copies:
+        shutil.copytree(run.checkpoints / "step_00000001", copy)
     writer_on(run, keep_last=keep_last).prune(run.checkpoints / "step_00000009")
     assert [checkpoint_step(path) for path in complete_checkpoints(run)] == list(left)
+    assert all((copy / "infcl.json").is_file() for copy in copies)
 
 
 def test_pruning_after_a_damaged_newer_checkpoint_keeps_what_the_run_went_on_to(tmp_path):

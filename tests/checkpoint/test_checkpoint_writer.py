@@ -16,48 +16,33 @@ from tests.lib.manifests import writer_on
 from tests.lib.ranks import run_ranks
 
 
-def saved_to_storage_that_is_gone(rank, world_size, folder) -> str:
-    """Of two checkpoints the first finds no folder on rank 1; return what is reported of it."""
-    run = RunFolder(folder / "run")
+def failed_saves(rank, world_size, folder) -> list[str]:
+    """Return what is reported of two checkpoints that fail on rank 1, for want of memory and of a folder; a third one
+    is written."""
+    run, write, problems = RunFolder(folder / "run"), checkpoint_writer._write_tensors, []
     writer = writer_on(run, rank, world_size)
-    with mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {}):
-        if rank == 1:
-            writer.run = RunFolder(folder / "unmounted" / "run")
-        writer.begin(1, {})
-        assert writer.publish() is None
-        said, writer.run = writer.problem, run
-        writer.begin(2, {})
-        assert writer.publish() is not None
-        assert not (folder / "unmounted").exists()
-    return said
 
-
-def test_storage_that_is_gone_on_one_host_is_named_with_it_and_written_to_no_more(tmp_path):
-    for said in run_ranks(saved_to_storage_that_is_gone, 2, tmp_path):
-        assert said == "rank 1 on worker-2: No such file or directory"
-
-
-def a_write_without_memory(rank, world_size, folder) -> str:
-    """The problem that the writer reports where rank 1 has no memory for its file."""
-    writer = writer_on(RunFolder(folder / "run"), rank, world_size)
-
-    def write(*_):
-        if rank == 1:
+    def write_or_fail(path, *content):
+        if rank == 1 and "step_00000001" in str(path):
             raise MemoryError("no 8 GB")
-        return {}
+        return write(path, *content)
 
     with (
         mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {}),
-        mock.patch.object(checkpoint_writer, "_write_tensors", write),
+        mock.patch.object(checkpoint_writer, "_write_tensors", write_or_fail),
     ):
-        writer.begin(1, {})
-        assert writer.publish() is None
-    return writer.problem
+        for step in (1, 2, 3):
+            writer.run = RunFolder(folder / "unmounted" / "run") if (rank, step) == (1, 2) else run
+            writer.begin(step, {})
+            assert (writer.publish() is None) == (step < 3)
+            problems.append(writer.problem)
+    assert not (folder / "unmounted").exists() and writer.failed == 2 and writer.failed_in_a_row == 0
+    return problems[:2]
 
 
-def test_an_error_of_any_kind_in_one_writer_reaches_all_ranks(tmp_path):
-    reported = "rank 1 on worker-2: MemoryError: no 8 GB"
-    assert run_ranks(a_write_without_memory, 2, tmp_path) == [reported, reported]
+def test_an_error_of_any_kind_on_one_host_reaches_all_ranks_with_its_name(tmp_path):
+    reported = [f"rank 1 on worker-2: {error}" for error in ("MemoryError: no 8 GB", "No such file or directory")]
+    assert run_ranks(failed_saves, 2, tmp_path) == [reported, reported]
 
 
 def order_on_the_disk(rank, world_size, folder) -> list[str]:

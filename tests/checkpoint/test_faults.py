@@ -6,10 +6,8 @@ uninterrupted run: no sample skipped or repeated, at most the work since the las
 What is hit runs under the deepspeed launcher; what only trains, before and after, in ranks that are forked.
 """
 
-import functools
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -74,19 +72,6 @@ def uninterrupted(demo_folder, tmp_path_factory):
     return losses(logs)
 
 
-@pytest.fixture(scope="module")
-def ended_by(demo_folder, tmp_path_factory):
-    """signal -> (logs of a run whose rank 1 got it in step SIGNAL_STEP, exit code, output); one run for each signal."""
-
-    @functools.cache
-    def run(number: signal.Signals) -> tuple[Path, int, str]:
-        logs = tmp_path_factory.mktemp(number.name)
-        fault = ["tests/lib/fault_run.py", "1", str(SIGNAL_STEP), "encode", str(int(number))]
-        return logs, *finish(start(fault, flags(demo_folder, logs)), 300)
-
-    return run
-
-
 def resume_and_compare(demo_folder, logs, uninterrupted):
     output = train(flags(demo_folder, logs, "--resume", "latest"))
     assert losses(logs) == uninterrupted
@@ -96,7 +81,7 @@ def resume_and_compare(demo_folder, logs, uninterrupted):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "phase",
-    ["replay", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "encode", "loss", "ring", "step", "save"))],
+    ["replay", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "ring", "save"))],
 )
 def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_folder, tmp_path, uninterrupted, phase):
     fault = ["tests/lib/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
@@ -110,14 +95,10 @@ def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_fol
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow)]
-)
-def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted, ended_by, number, code):
-    logs, returned, output = ended_by(number)
-    assert returned == code, output
-    assert f"{number.name} received at step {SIGNAL_STEP}" in output
-    shutil.copytree(logs, tmp_path, dirs_exist_ok=True)
+def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted):
+    fault = ["tests/lib/fault_run.py", "1", str(SIGNAL_STEP), "encode", str(int(signal.SIGTERM))]
+    code, output = finish(start(fault, flags(demo_folder, tmp_path)), 300)
+    assert code == 143 and f"SIGTERM received at step {SIGNAL_STEP}" in output, output
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
     assert f"at step {SIGNAL_STEP}" in output
 
@@ -163,15 +144,14 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path, number):
+def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path):
     """SIGKILL of the launcher makes the deepspeed command report success and would leave the ranks running."""
     process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"))
     wait_for_checkpoint(tmp_path, process)
     command = psutil.Process(process.pid)
     for one in command.children(recursive=True):
         if "deepspeed.launcher.launch" in " ".join(one.cmdline()):
-            one.send_signal(number)
+            one.kill()
     wait_until(lambda: not ranks_alive(tmp_path), 200, "ranks stayed behind")
     _, output = finish(process, 300)
     stopped_at = int(output.split("SIGTERM received at step ")[1].split(";")[0])

@@ -3,17 +3,14 @@
 import contextlib
 import dataclasses
 import json
-import os
 import socket
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
 
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig
-from infcl.report.records import read_run
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses, said
 
@@ -30,10 +27,6 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     assert (
         "other flags (lr 0.001 there, 0.002 now)" in rejected and "checkpoints/STEP to continue from there" in rejected
     )
-    written = (tmp_path / "run" / "config.json").read_text()
-    (tmp_path / "run" / "config.json").write_text(written[:40])
-    assert RunFolder(tmp_path / "run").other_flags(config) == ["config.json there is damaged"]
-    (tmp_path / "run" / "config.json").write_text(written)
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
     from_there = run_ranks(said, 1, dataclasses.replace(config, name="from there", resume=inside, wd=0.1))[0]
     assert "flags that differ from the run's: wd 0.05 there, 0.1 now" in from_there
@@ -57,26 +50,13 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     assert json.loads(summary.read_text())["paths"] == finished["paths"]
 
 
-def test_the_micro_batches_that_run_are_compared_where_the_ranks_change(demo_folder, tmp_path):
-    """The global batch of 64 is kept on fewer ranks; --accum-freq itself is 1 then."""
-    run = RunFolder(tmp_path)
-    before = demo_config(demo_folder, tmp_path, batch_size=8, accum_freq=2, global_batch_size=None)
-    (tmp_path / "config.json").write_text(before.to_json())
-    (tmp_path / "environment.json").write_text('{"world_size": 4}')
-    now = dataclasses.replace(before, accum_freq=1, global_batch_size=64)
-    assert run.other_flags(now, 2) == ["accum_freq 2 there, 4 now", "global_batch_size None there, 64 now"]
-    assert run.other_flags(now, 4) == ["global_batch_size None there, 64 now"]
-    (tmp_path / "config.json").write_text(now.to_json())
-    assert run.other_flags(now) == [] and run.other_flags(now, 2) == ["accum_freq 2 there, 4 now"]
-
-
-def opened(rank, world_size, config, begins_from=None):
+def opened(rank, world_size, config):
     """What a rank hears that would train in the folder; it does not."""
     from infcl.checkpoint.run_folder import claim_run_folder
     from infcl.parallel import init_parallel
 
     parallel = init_parallel("cpu")
-    return rejected(lambda: claim_run_folder(config, parallel).open(config, "{}", parallel, begins_from))
+    return rejected(lambda: claim_run_folder(config, parallel).open(config, "{}", parallel))
 
 
 def claimed(rank, world_size, config) -> tuple[bool, bool]:
@@ -153,28 +133,10 @@ def test_a_run_whose_folder_another_host_has_taken_ends_at_its_next_checkpoint(d
     assert run.taken_by() == "process 7 of other" and not list(run.checkpoints.glob("step_????????"))
 
 
-def test_a_checkpoint_to_begin_from_may_lie_in_no_run(demo_folder, tmp_path):
-    """At the root, as a container has what is mounted, no folder is above it that could be a run's."""
-    config = demo_config(demo_folder, tmp_path, resume="latest")  # what one rank writes the other may see already
-    assert run_ranks(opened, 2, config, Path("/checkpoint")) == [None, None]
-
-
-@pytest.mark.parametrize(
-    "name, make", [("metrics.jsonl", os.mkfifo), ("config.json", os.mkdir), ("tensorboard", Path.touch)]
-)
-def test_what_is_not_the_file_or_folder_of_its_name_is_a_usage_error(tmp_path, name, make):
-    make(tmp_path / name)
-    with pytest.raises(ValueError, match=f"{name} is not a (regular file|folder): move it away"):
-        RunFolder(tmp_path).require_kinds()
-    with pytest.raises(ValueError, match="not a run folder"):
-        read_run(tmp_path)
-
-
 def test_checkpoints_are_not_pruned_through_a_link(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="checkpoints is a symbolic link"):
-        RunFolder(tmp_path).require_kinds()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
+    assert "checkpoints is a symbolic link" in run_ranks(opened, 2, TrainConfig(logs=str(tmp_path), name="run"))[1]
 
 
 HERE = {"host": socket.gethostname(), "pid": 1, "created": psutil.Process(1).create_time()}
@@ -183,13 +145,10 @@ HERE = {"host": socket.gethostname(), "pid": 1, "created": psutil.Process(1).cre
 @pytest.mark.parametrize(
     "content",
     [
-        *["", "[]", "null", "3", '"x"', "{}", "[" * 100_000],
-        *[
-            json.dumps(HERE | change)
-            for change in ({"pid": "1"}, {"pid": -1}, {"pid": 0}, {"pid": 2**70}, {"pid": None})
-        ],
-        *[json.dumps(HERE | change) for change in ({"pid": [1]}, {"created": "x"}, {"created": None}, {"host": 3})],
-        *[json.dumps({key: value for key, value in HERE.items() if key != name}) for name in HERE],
+        "",
+        "[" * 100_000,
+        "{}",
+        *(json.dumps(HERE | change) for change in ({"pid": 0}, {"pid": 2**70}, {"created": "x"})),
     ],
 )
 def test_a_damaged_running_json_is_that_of_no_process(content, tmp_path):
@@ -199,20 +158,7 @@ def test_a_damaged_running_json_is_that_of_no_process(content, tmp_path):
     assert run.taken_by() is None
 
 
-def test_process_1_of_this_node_may_train_and_is_known_by_its_time(tmp_path, monkeypatch):
-    """A trainer is process 1 of a container; that of another start with the same host name has ended."""
-    monkeypatch.setattr(os, "getpid", lambda: 2)  # this may be process 1
-    run = RunFolder(tmp_path)
-    run.running.write_text(json.dumps(HERE))
-    with pytest.raises(ValueError, match="is being trained by process 1 of this host"):
-        run.require_free()
-    run.running.write_text(json.dumps(HERE | {"created": HERE["created"] - 60}))
-    run.require_free()
-
-
-@pytest.mark.parametrize(
-    "content", ["[]", "null", '{"lr": "x"}', '{"resume": 3}', '{"steps": 1.5}', '{"aug_cfg": []}', "[" * 100_000, ""]
-)
+@pytest.mark.parametrize("content", ["[]", '{"lr": "x"}', '{"aug_cfg": []}', "[" * 100_000, ""])
 def test_a_damaged_config_is_no_flags_for_a_resume_and_one_line_for_an_evaluation(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     run = RunFolder(tmp_path)
