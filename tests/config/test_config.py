@@ -79,7 +79,6 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--captions-per-image", "2", "--loss", "siglip"], "--captions-per-image 2 and --negatives-key are for"),
         (["--captions-per-image", "2", "--duplicates", "mask"], "captions of one image its positives, which"),
         (["--negatives-key", "hard"], "--dataset-type synthetic has no data for --duplicates, --negatives-key"),
-        (["--false-negative-margin", "3"], "--false-negative-margin 3.0 must lie in"),
         (["--false-negative-margin", "0.1", "--loss", "clip"], "margin 0.1 is for --loss inf_cl and siglip"),
         (["--matryoshka-weights", "1"], "--matryoshka-weights needs --matryoshka-widths"),
         (["--distill-model", "infcl", "--teacher-key", "t:8"], "infcl and --teacher-key t:8: leave one of them out"),
@@ -87,18 +86,15 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--distill-pretrained", "open_clip:x"], "open_clip:x: it is the weights file or tag of --distill-model"),
         (["--distill-model", "ViT-B-16", "--distill-pretrained", "infcl"], "infcl: .*given as --distill-model alone"),
         (["--distill-model", "infcl"], "--dataset-type synthetic has no captions for --distill-model"),
-        (["--teacher-key", "t"], "--teacher-key t: give NAME:N for members KEY.NAME.npy"),
         (["--teacher-key", "t:0"], "--teacher-key t:0: give NAME:N"),
         (["--teacher-scale", "9"], "--teacher-scale and --distill-weight need a teacher"),
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
         (["--warmup", "5", "--warmup-samples", "640"], "--warmup-samples 640: leave one of them out"),
-        (["--beta2", "1.0"], r"--beta2 1.0 must lie in \[0, 1\)"),
         (["--grad-clip-norm", "0"], "leave it out for none"),
         (["--wd", "nan"], "--wd nan must be a finite number"),
         (["--seed", str(2**63)], r"must lie in \[0, 2\*\*63\)"),
-        (["--loss", "triplet"], "invalid choice: 'triplet'"),
         (["--lock-image", "--lock-text"], "lock one tower"),
         (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
         (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
@@ -109,7 +105,6 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         ),
         (["--pixel-cache-gb", "much"], "--pixel-cache-gb much is neither a number of at least 0 nor auto"),
         (["--resident-micro-batches", "0"], "--resident-micro-batches 0 is neither a number above 0 nor auto"),
-        (["--image-layer-decay", "0"], r"--image-layer-decay 0.0 must lie in \(0, 1\]"),
         (["--opt", "adafactor", "--tensor-parallel-size", "2"], "needs full matrices"),
         (["--opt", "lamb", "--wd-mode", "schedule"], "part of the update"),
         (["--aug-cfg", "crop=1"], "--aug-cfg takes scale, ratio, hflip, color_jitter.*, not crop"),
@@ -146,24 +141,16 @@ def test_a_password_in_a_url_is_rejected_and_not_printed(url, has_password):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--train-data is missing: .*; `make train` runs the demo"),
-        (["--train-data", "/no/such/folder", "--tokenizer", "x"], "/no/such/folder: no such file or folder"),
-        (["--train-data", "{0..3}.tar"], "--tokenizer is missing"),
-        (
-            ["--dataset-type", "webdataset", "--train-data", "/data/Pairs.CSV"],
-            "Pairs.CSV is a table: add --dataset-type csv",
-        ),
-        (["--dataset-type", "synthetic"], "needs --train-num-samples"),
+        ("", "--train-data is missing: .*; `make train` runs the demo"),
+        ("--train-data /no/such/folder --tokenizer x", "/no/such/folder: no such file or folder"),
+        ("--train-data {0..3}.tar", "--tokenizer is missing"),
+        ("--dataset-type webdataset --train-data /data/Pairs.CSV", "Pairs.CSV is a table: add --dataset-type csv"),
+        ("--dataset-type synthetic", "needs --train-num-samples"),
     ],
 )
 def test_missing_data_is_rejected_before_anything_is_loaded(flags, message):
     with pytest.raises(ValueError, match=message):
-        parse_args(flags)
-
-
-def test_what_launchers_add_is_accepted():
-    config = parse_args(["--local_rank=3", *SYNTHETIC, "--deepspeed", "--deepspeed-config", "ds_configs/zero3.json"])
-    assert config.deepspeed_config == "ds_configs/zero3.json"
+        parse_args(flags.split())
 
 
 def test_a_preset_is_named_from_any_folder_and_another_file_by_its_path(tmp_path, monkeypatch):
@@ -267,28 +254,18 @@ def test_each_flag_of_open_clip_is_ours_or_ignored_or_has_an_equivalent(monkeypa
 
 
 def test_ignored_flags_are_accepted_with_a_note():
-    flags = [
-        "--local-loss",
-        "--gather-with-grad",
-        "--torchcompile",
-        "--trace",
-        "--dist-url=a:1",
-        "--val-num-samples",
-        "9",
-    ]
+    flags = "--local-loss --gather-with-grad --torchcompile --trace --dist-url=a:1 --val-num-samples 9".split()
     assert parse_args([*SYNTHETIC, *flags]) == parse_args(SYNTHETIC)
     notes = notes_on_ignored([*SYNTHETIC, *flags])
     assert len(notes) == 6 and notes[0].startswith("--local-loss is ignored: the loss and its gradients are always")
 
 
-def test_values_that_open_clip_spells_otherwise_are_accepted(monkeypatch):
+def test_what_open_clip_spells_otherwise_and_launchers_add_is_accepted(monkeypatch):
     monkeypatch.setattr("infcl.config.checks._is_installed", lambda package: True)
-    for flag, given, ours in (
-        ("--report-to", "wandb,tensorboard", "all"),
-        ("--report-to", "", "none"),
-        ("--precision", "amp_bfloat16", "amp_bf16"),
-    ):
-        assert getattr(parse_args([*SYNTHETIC, flag, given]), flag[2:].replace("-", "_")) == ours
+    flags = ["--local_rank=3", "--deepspeed", "--deepspeed-config", "ds_configs/zero3.json", "--report-to"]
+    config = parse_args([*SYNTHETIC, "--precision", "amp_bfloat16", *flags, "wandb,tensorboard"])
+    assert (config.precision, config.deepspeed_config) == ("amp_bf16", "ds_configs/zero3.json")
+    assert config.report_to == "all" and parse_args([*SYNTHETIC, "--report-to", ""]).report_to == "none"
 
 
 def test_an_invalid_config_is_rejected(tmp_path):
@@ -317,10 +294,9 @@ def test_a_recipe_is_a_config(recipe):
     assert (over.warmup, over.accum_freq, over.global_batch_size) == (3, 2, None)
 
 
-@pytest.mark.parametrize("flag", ["--name", "--logs", "--train-data", "--wandb-project-name"])
-def test_a_flag_that_is_not_utf8_is_rejected(flag):
-    with pytest.raises(ValueError, match=rf"{flag} 'a.udcff' is not UTF-8"):
-        parse_args([*SYNTHETIC, flag, os.fsdecode(b"a\xff")])
+def test_a_flag_that_is_not_utf8_is_rejected():
+    with pytest.raises(ValueError, match="--name 'a.udcff' is not UTF-8"):
+        parse_args([*SYNTHETIC, "--name", os.fsdecode(b"a\xff")])
 
 
 SECRET = "https://me:hunter2@host/0.tar and s3://b/0.tar?a=1&X-Amz-Signature=hunter2, (https://hunter2@h/?sig=hunter2)"

@@ -20,8 +20,7 @@ def planned(**changes) -> Setting:
     return Setting(**settings | changes)
 
 
-@pytest.mark.parametrize("gpus", [1, 8, 32, 256])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("gpus", "zero"), [(1, 1), (8, 2), (256, 3)])
 def test_offload_is_planned_slower_on_any_number_of_gpus(gpus, zero):
     setting = planned(gpus=gpus, zero=zero, micro_batch=64)
     assert step_seconds(setting.with_(offloads=("optimizer",))) > step_seconds(setting)

@@ -19,7 +19,6 @@ from infcl.plan.setting import setting_of_run
 from infcl.step import batches
 from infcl.train.fit import Fit
 from tests.lib.checkout import ROOT
-from tests.lib.entry import command, forked
 from tests.lib.fitting import fit, under
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import counts_of, engine_of, planned_run, spec_of
@@ -177,11 +176,3 @@ def test_auto_leaves_room_for_what_comes_after_the_pixels(demo_folder, tmp_path,
         kept(pixel_cache_gb=str((free - saved / 2) / 2 / 1e9))
     monkeypatch.setattr(batches, "available_host_bytes", lambda: saved / 2)  # what keeps nothing is not rejected for it
     assert kept() == kept(pixel_cache_gb="0") == 0
-
-
-def test_the_dry_run_tells_the_host_s_memory(demo_folder, tmp_path):
-    flags = ["--dry-run", "--deepspeed_config", "ds_configs/zero3_offload.json"]
-    result = forked(command(demo_folder, tmp_path, *flags), 1)
-    assert result.returncode == 0, result.stderr
-    for shown in ("host memory per rank, in the same memory as the above", "checkpoint", "for 1 rank of"):
-        assert shown in result.stdout

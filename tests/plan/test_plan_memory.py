@@ -136,9 +136,7 @@ def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring, teacher_w
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(
-    ("loss", "precision", "world_size"), [("inf_cl", "fp32", 4), ("inf_cl", "bf16", 6), ("siglip", "bf16", 4)]
-)
+@pytest.mark.parametrize(("loss", "precision", "world_size"), [("inf_cl", "fp32", 4), ("siglip", "bf16", 6)])
 def test_a_two_level_ring_holds_beside_a_flat_one_what_is_counted(loss, precision, world_size):
     """Two nodes or three, of two ranks. Statistics travel with a block: two buffers of 4 bytes a row."""
     flat, two_level = (
@@ -154,7 +152,7 @@ def test_a_two_level_ring_holds_beside_a_flat_one_what_is_counted(loss, precisio
         assert counted <= of_two_level - of_flat <= counted + 2 * 4 * ROWS
 
 
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (1, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (3, "bf16")])
 def test_a_teacher_counts_as_its_model_its_embeddings_and_its_loss(world_size, precision):
     width, ranks = 96, {"ranks": world_size, "precision": precision}
     one = setting(micro_batch=ROWS // 2, micro_batches=2, **ranks)
@@ -203,7 +201,7 @@ def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder
     assert locked["optimizer"] < 0.5 * plain["optimizer"] and locked["activations"] < 0.5 * plain["activations"]
 
 
-@pytest.mark.parametrize("unlocked", [0, 1, 2, 3, 12, 13, 14])
+@pytest.mark.parametrize("unlocked", [0, 1, 3, 13, 14])
 def test_a_partly_locked_tower_counts_as_its_trained_blocks(demo_folder, tmp_path, unlocked):
     cfg = load_model_config("ViT-B-32")
     flags = {"lock_image": True, "lock_image_unlocked_groups": unlocked}
@@ -237,7 +235,7 @@ def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_f
     assert waiting(pixel_cache_gb="gpu", lock_image=True) == waiting(lock_image=True) == 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["amp_bf16", "bf16"])
 @pytest.mark.parametrize(
     ("ranks", "flags", "changes"),
     [
