@@ -4,7 +4,8 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from infcl.config.preset import preset_file
@@ -42,17 +43,9 @@ def validate(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
         if isinstance(text := getattr(config, field.name), str):
             check_text(option_of(field.name), text)
-    _check_bounds(config)
-    _check_data(config)
-    _check_schedule_and_towers(config)
-    _check_memory_and_reports(config)
-    _check_loss(config)
-    _check_optimizer(config)
-    _check_tensor_parallel(config)
-    for name in PATHS:
-        _check_path(name, getattr(config, name))
-    if unknown := set(config.aug_cfg) - set(AUGMENTATIONS):
-        raise ValueError(f"--aug-cfg takes {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}")
+    groups = (_bounds, _data, _schedule_and_towers, _memory_and_reports, _loss, _teacher, _optimizer, _tensor_parallel)
+    for problem in chain.from_iterable(problems(config) for problems in (*groups, _paths)):
+        raise ValueError(problem)
     parse_factors(config.train_data_upsampling_factors)
 
 
@@ -73,166 +66,166 @@ def parse_factors(text: str | None) -> list[float] | None:
     return factors
 
 
-def _check_bounds(config: TrainConfig) -> None:
+# ---- the problems of some settings ----
+
+
+def _bounds(config: TrainConfig) -> Iterator[str]:
     for field in dataclasses.fields(config):
         name, value, bounds = option_of(field.name), getattr(config, field.name), field.metadata["bounds"]
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} {value} must be a finite number")
+            yield f"{name} {value} must be a finite number"
         if bounds is None or value is None:
             continue
         holds, words = BOUNDS[bounds]
         if not holds(value):
-            raise ValueError(f"{name} {value} {words}" + ("; leave it out for none" if field.default is None else ""))
+            yield f"{name} {value} {words}" + ("; leave it out for none" if field.default is None else "")
     if config.batch_size == 0 and config.global_batch_size is None:
-        raise ValueError("--batch-size auto needs --global-batch-size: the samples per step")
+        yield "--batch-size auto needs --global-batch-size: the samples per step"
     if config.global_batch_size is not None and config.accum_freq != 1:
-        raise ValueError("--accum-freq follows from --global-batch-size: leave one of them out")
+        yield "--accum-freq follows from --global-batch-size: leave one of them out"
     if not 0 <= config.seed < 2**63:
-        raise ValueError(f"--seed {config.seed} must lie in [0, 2**63)")
+        yield f"--seed {config.seed} must lie in [0, 2**63)"
 
 
-def _check_data(config: TrainConfig) -> None:
+def _data(config: TrainConfig) -> Iterator[str]:
     kind = config.dataset_type
+    if unknown := set(config.aug_cfg) - set(AUGMENTATIONS):
+        yield f"--aug-cfg takes {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}"
     if kind in ("synthetic", "streaming") and config.train_num_samples is None:
-        raise ValueError(f"--dataset-type {kind} needs --train-num-samples: the number of samples in an epoch")
+        yield f"--dataset-type {kind} needs --train-num-samples: the number of samples in an epoch"
     if kind == "synthetic":
         return
     if config.train_data is None:
-        raise ValueError(
-            "--train-data is missing: name the data, or use --dataset-type synthetic; `make train` runs the demo"
-        )
+        yield "--train-data is missing: name the data, or use --dataset-type synthetic; `make train` runs the demo"
     if config.dataset_type in ("webdataset", "streaming") and is_table(config.train_data):
-        raise ValueError(
+        yield (
             f"--train-data {config.train_data} is a table: add --dataset-type csv, and --csv-separator , where commas "
             "separate its columns"
         )
     if config.tokenizer is None:
-        raise ValueError(
+        yield (
             "--tokenizer is missing: give open_clip:ViT-B-32 for CLIP's own, or a sentencepiece model "
             "(python -m infcl.data.tokenizer train --train-data ... --out FILE makes one)"
         )
 
 
-def _check_schedule_and_towers(config: TrainConfig) -> None:
+def _schedule_and_towers(config: TrainConfig) -> Iterator[str]:
     if config.steps is not None and config.epochs != TrainConfig.epochs:
-        raise ValueError(f"--steps {config.steps} and --epochs {config.epochs}: leave one of them out")
+        yield f"--steps {config.steps} and --epochs {config.epochs}: leave one of them out"
     if config.warmup_samples is not None and config.warmup is not None:
-        raise ValueError(
-            f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples}: leave one of them out"
-        )
+        yield f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples}: leave one of them out"
     if not re.fullmatch(r"none|(sqrt|linear)(:0*[1-9]\d*)?", config.lr_scaling):
-        raise ValueError(
+        yield (
             f"--lr-scaling {config.lr_scaling}: give none, sqrt or linear, the last two also with the global batch "
             "that --lr is meant for, like sqrt:32768"
         )
     if config.lr_scheduler == "const-cooldown" and not config.epochs_cooldown:
-        raise ValueError("--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays")
+        yield "--lr-scheduler const-cooldown needs --epochs-cooldown: the epochs over which lr decays"
     if config.lr_scheduler == "const-cooldown" and config.lr_cooldown_end > config.lr:
-        raise ValueError(
-            f"--lr-cooldown-end {config.lr_cooldown_end:g}, the learning rate at the end, is above --lr {config.lr:g}"
-        )
+        yield f"--lr-cooldown-end {config.lr_cooldown_end:g}, the learning rate at the end, is above --lr {config.lr:g}"
     for name in ("lr_cooldown_end", "epochs_cooldown"):
         if getattr(config, name) and config.lr_scheduler != "const-cooldown":
-            raise ValueError(f"{option_of(name)} has no meaning with --lr-scheduler {config.lr_scheduler}")
+            yield f"{option_of(name)} has no meaning with --lr-scheduler {config.lr_scheduler}"
     unlocked_groups = config.lock_image_unlocked_groups + config.lock_text_unlocked_layers
     if config.lock_image and config.lock_text and not unlocked_groups:
-        raise ValueError(
-            "--lock-image with --lock-text trains only logit_scale: lock one tower, or add --lock-image-unlocked-groups"
-        )
+        yield "--lock-image with --lock-text trains logit_scale only: lock one tower or add --lock-image-unlocked-groups"
     for lock, unlocked in (("lock_image", "lock_image_unlocked_groups"), ("lock_text", "lock_text_unlocked_layers")):
         if (groups := getattr(config, unlocked)) and not getattr(config, lock):
-            raise ValueError(f"{option_of(unlocked)} {groups} needs {option_of(lock)}")
+            yield f"{option_of(unlocked)} {groups} needs {option_of(lock)}"
 
 
-def _check_memory_and_reports(config: TrainConfig) -> None:
+def _memory_and_reports(config: TrainConfig) -> Iterator[str]:
     if not _is_size(config.pixel_cache_gb):
-        raise ValueError(f"--pixel-cache-gb {config.pixel_cache_gb} is neither a number of at least 0 nor auto nor gpu")
+        yield f"--pixel-cache-gb {config.pixel_cache_gb} is neither a number of at least 0 nor auto nor gpu"
     count = config.resident_micro_batches
     if count != "auto" and not (count.isdecimal() and int(count) > 0):
-        raise ValueError(f"--resident-micro-batches {count} is neither a number above 0 nor auto")
+        yield f"--resident-micro-batches {count} is neither a number above 0 nor auto"
     if config.report_to in ("wandb", "all") and not _is_installed("wandb"):
-        raise ValueError(f"--report-to {config.report_to}: wandb is not installed (pip install 'wandb>=0.19')")
+        yield f"--report-to {config.report_to}: wandb is not installed (pip install 'wandb>=0.19')"
 
 
-def _check_loss(config: TrainConfig) -> None:
+def _loss(config: TrainConfig) -> Iterator[str]:
     count = config.captions_per_image
     if not re.fullmatch("(negative|mask|positive)(:(image|caption|key:.+))?", config.duplicates):
-        raise ValueError(
+        yield (
             f"--duplicates {config.duplicates}: give negative, mask or positive, also with :image, :caption or "
             ":key:NAME"
         )
     treatment, by = config.duplicates_and_by
     if treatment != "negative" and config.loss not in ("inf_cl", "siglip"):
-        raise ValueError(f"--duplicates {config.duplicates} is for --loss inf_cl and siglip, not {config.loss}")
+        yield f"--duplicates {config.duplicates} is for --loss inf_cl and siglip, not {config.loss}"
     if config.texts_per_image > 1 and config.loss != "inf_cl":
-        raise ValueError(f"--captions-per-image {count} and --negatives-key are for --loss inf_cl, not {config.loss}")
+        yield f"--captions-per-image {count} and --negatives-key are for --loss inf_cl, not {config.loss}"
     if count > 1 and (treatment == "mask" or (treatment == "positive" and by == "caption")):
-        raise ValueError(
+        yield (
             f"--captions-per-image {count} makes captions of one image its positives, which --duplicates "
             f"{config.duplicates} contradicts: use positive, positive:key:NAME or negative"
         )
     if config.dataset_type == "synthetic" and (treatment != "negative" or config.texts_per_image > 1):
-        raise ValueError("--dataset-type synthetic has no data for --duplicates, --negatives-key, --captions-per-image")
+        yield "--dataset-type synthetic has no data for --duplicates, --negatives-key, --captions-per-image"
     if config.false_negative_margin is not None and (config.loss not in ("inf_cl", "siglip") or count > 1):
-        raise ValueError(
+        yield (
             f"--false-negative-margin {config.false_negative_margin:g} is for --loss inf_cl and siglip with one "
             f"caption per image, not for {config.loss} with {count}"
         )
     if config.matryoshka_weights and not config.matryoshka_widths:
-        raise ValueError("--matryoshka-weights needs --matryoshka-widths")
-    _check_teacher(config)
+        yield "--matryoshka-weights needs --matryoshka-widths"
     if config.loss in ("clip", "open_clip", "disco") and config.tile_dtype not in ("auto", "fp32"):
-        raise ValueError(
-            f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip; {config.loss} multiplies in float32"
-        )
+        yield f"--tile-dtype {config.tile_dtype} is for --loss inf_cl and siglip; {config.loss} multiplies in float32"
 
 
-def _check_teacher(config: TrainConfig) -> None:
+def _teacher(config: TrainConfig) -> Iterator[str]:
     model, weights, key = config.distill_model, config.distill_pretrained, config.teacher_key
     if model and key:
-        raise ValueError(f"--distill-model {model} and --teacher-key {key}: leave one of them out")
+        yield f"--distill-model {model} and --teacher-key {key}: leave one of them out"
     if key and not re.fullmatch(r"[^:./]+:0*[1-9]\d{0,4}", key):
-        raise ValueError(
-            f"--teacher-key {key}: give NAME:N for members KEY.NAME.npy with embeddings of N numbers, like l14:768"
-        )
+        yield f"--teacher-key {key}: give NAME:N for members KEY.NAME.npy with embeddings of N numbers, like l14:768"
     if weights and (not model or Path(weights).is_dir()):
-        raise ValueError(
+        yield (
             f"--distill-pretrained {weights}: it is the weights file or tag of --distill-model; a folder with a model "
             "is given as --distill-model alone"
         )
     if model and not weights and not Path(model).is_dir():
-        raise ValueError(f"--distill-model {model} is no folder with weights: add --distill-pretrained")
+        yield f"--distill-model {model} is no folder with weights: add --distill-pretrained"
     if not (model or key) and (config.teacher_scale is not None or config.distill_weight != 1):
-        raise ValueError("--teacher-scale and --distill-weight need a teacher: --distill-model or --teacher-key")
+        yield "--teacher-scale and --distill-weight need a teacher: --distill-model or --teacher-key"
     if config.dataset_type == "synthetic" and (model or key):
-        raise ValueError("--dataset-type synthetic has no captions for --distill-model and --teacher-key")
+        yield "--dataset-type synthetic has no captions for --distill-model and --teacher-key"
     if key and config.json_text_key_probs:
-        raise ValueError("--teacher-key has embeddings of the same captions in every epoch: no --json-text-key-probs")
+        yield "--teacher-key has embeddings of the same captions in every epoch: no --json-text-key-probs"
 
 
-def _check_optimizer(config: TrainConfig) -> None:
+def _optimizer(config: TrainConfig) -> Iterator[str]:
     if config.opt == "lamb" and config.wd_mode == "schedule":
-        raise ValueError("--wd-mode schedule has no meaning with --opt lamb, whose decay is part of the update")
+        yield "--wd-mode schedule has no meaning with --opt lamb, whose decay is part of the update"
     if config.opt == "adamw8bit" and not _is_installed("bitsandbytes"):
-        raise ValueError("--opt adamw8bit: bitsandbytes is not installed (pip install 'bitsandbytes>=0.49,<0.51')")
+        yield "--opt adamw8bit: bitsandbytes is not installed (pip install 'bitsandbytes>=0.49,<0.51')"
     if config.opt in ("lamb", "adafactor") and config.tensor_parallel_size > 1:
-        raise ValueError(
-            f"--opt {config.opt} needs full matrices, which --tensor-parallel-size splits: use adamw or lion"
-        )
+        yield f"--opt {config.opt} needs full matrices, which --tensor-parallel-size splits: use adamw or lion"
 
 
-def _check_tensor_parallel(config: TrainConfig) -> None:
+def _tensor_parallel(config: TrainConfig) -> Iterator[str]:
     size, rows = config.tensor_parallel_size, config.batch_size
     if rows and (rows < size if config.global_batch_size else rows % size):  # 0: auto
         below = rows // size * size
-        raise ValueError(
+        yield (
             f"--tensor-parallel-size {size} does not divide --batch-size {rows}: its ranks share each micro-batch. "
             f"Use {f'{below} or ' if below else ''}{below + size}"
         )
     if size > 1 and not (importlib.util.find_spec("megatron") and _is_installed("megatron.core")):
-        raise ValueError(
-            f"--tensor-parallel-size {size}: megatron-core is not installed (pip install megatron-core==0.16.1)"
-        )
+        yield f"--tensor-parallel-size {size}: megatron-core is not installed (pip install megatron-core==0.16.1)"
+
+
+def _paths(config: TrainConfig) -> Iterator[str]:
+    """Yield paths that are missing; the data layer checks patterns, lists and remote URLs."""
+    for name in PATHS:
+        value = getattr(config, name)
+        if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
+            continue
+        path = preset_file(value) if name == "deepspeed_config" else Path(value.removeprefix("@"))
+        if not path.exists():
+            hint = f" ({_MEANT[name]})" if name in _MEANT else ""
+            yield f"{option_of(name)} {value}: no such file or folder{hint}"
 
 
 def _is_size(text: str) -> bool:
@@ -246,13 +239,3 @@ def _is_installed(package: str) -> bool:
     """Return whether `import package` finds a real package, not only a folder of that name in the working directory."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
-
-
-def _check_path(name: str, value: str | None) -> None:
-    """Reject a missing path; the data layer checks patterns, lists and remote URLs."""
-    if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
-        return
-    path = preset_file(value) if name == "deepspeed_config" else Path(value.removeprefix("@"))
-    if not path.exists():
-        hint = f" ({_MEANT[name]})" if name in _MEANT else ""
-        raise ValueError(f"{option_of(name)} {value}: no such file or folder{hint}")

@@ -65,7 +65,7 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     plan = {part: [column[part] for column in columns] for part in columns[0]}
     offloads = "optimizer" in spec.offloads
     stages = [s for s in STAGES if stage_over(spec.ranks, s, spec.precision, offloads=offloads) == s]  # those that run
-    lines += _memory_table(plan, stages, spec.zero_stage) + _graphs_line(config, batch, on_cpu=spec.device == "cpu")
+    lines += _memory_table(plan, stages, spec.zero_stage)
     if spec.offloads:
         named = " and ".join(f"offload_{part}" for part in spec.offloads)
         lines.append(f"  This preset has {named}: that is in host memory instead, as follows.")
@@ -151,16 +151,6 @@ def _checkpoint_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) ->
 
 def _every(number: int, unit: str) -> str:
     return f"every {unit}" if number == 1 else f"every {number} {unit}s"
-
-
-def _graphs_line(config: TrainConfig, batch: BatchPlan, *, on_cpu: bool) -> list[str]:
-    """Return a line if a run may take more memory than the table shows."""
-    if config.resident_micro_batches != "auto" or on_cpu or config.deterministic or batch.num_micro_batches == 1:
-        return []
-    return [
-        f"  With one micro-batch's graph; the run keeps as many of {batch.num_micro_batches} as fit "
-        "(--resident-micro-batches auto), a resumed one at most what it began with."
-    ]
 
 
 def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -> list[str]:

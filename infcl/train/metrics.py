@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig, aligned, shown_seconds
@@ -21,7 +22,7 @@ from infcl.report.records import read_records
 from infcl.train.observers import Step
 
 FIRST_STEPS = 3  # each of these steps after a start has a line
-SMOOTHED_STEPS = 20  # steps over which time left and data wait are averaged
+SMOOTHED_STEPS = 20  # steps over which the data wait is averaged
 
 
 class MetricsWriter:
@@ -42,7 +43,6 @@ class MetricsWriter:
         enabled: bool,
         total_steps: int,
         samples_seen: int = 0,
-        evaluations_left: Callable[[int], Mapping[str, int]] = lambda step: {},
     ):
         self.run, self.enabled = run, enabled
         self.lost = 0
@@ -53,7 +53,7 @@ class MetricsWriter:
                 self.sinks.append(TensorBoardSink(run.root, samples_seen))
             if config.report_to in ("wandb", "all"):
                 self.sinks.append(WandbSink(run.root, config.wandb_project_name))
-            self.console = Console(total_steps, config.log_every_n_steps, evaluations_left=evaluations_left)
+            self.console = Console(total_steps, config.log_every_n_steps)
             if run.metrics.read_bytes()[-1:] not in (b"", b"\n"):  # a crash cut a record off
                 self._try(self.file.write, "\n")
 
@@ -71,14 +71,12 @@ class MetricsWriter:
         step: int,
         samples_seen: int,
         values: dict[str, float],
-        seconds: float = 0.0,
         about: Mapping[str, str | int] | None = None,
     ) -> None:
-        """Record and print the metrics of an evaluation that took `seconds`, and what they are `about`."""
+        """Record and print the metrics of an evaluation, and what they are `about`."""
         if not self.enabled:
             return
         self._write(name, step, samples_seen, values, about)
-        self.console.evaluated(name, seconds)
         rows = {key: str(value) for key, value in (about or {}).items()}
         rows |= {key: f"{value:.4g}" for key, value in values.items()}
         self.say(f"{name} at step {step}\n{aligned(rows.items())}")
@@ -174,27 +172,17 @@ class Console:
     """Show a progress bar on a terminal, else a line every n steps. Rank 0 only.
 
     Both show the loss, samples/s, MFU if known, share of data wait and time left. The time left is that of the
-    remaining steps, and of the remaining evaluations that have run before.
+    remaining steps, at the mean rate since the first step of this start, evaluations and saves included.
 
     Args:
         terminal: whether to show a progress bar; None: if the output is a terminal.
-        evaluations_left: step -> how often each evaluation runs after that step.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        log_every_n_steps: int,
-        *,
-        terminal: bool | None = None,
-        evaluations_left: Callable[[int], Mapping[str, int]] = lambda step: {},
-    ):
+    def __init__(self, total_steps: int, log_every_n_steps: int, *, terminal: bool | None = None):
         self.total_steps, self.log_every_n_steps = total_steps, log_every_n_steps
-        self.evaluations_left = evaluations_left
-        self.evaluation_seconds: dict[str, float] = {}  # of the last run of each
-        self.recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # (seconds, share of data wait) per step
+        self.waits: deque[float] = deque(maxlen=SMOOTHED_STEPS)  # share of data wait per step
+        self.first: tuple[int, float] | None = None  # the first step and the time of its end
         self.progress = None
-        self.last: float | None = None  # end of the previous step
         self.shown = 0
         if terminal is None:
             terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the parent closed it
@@ -206,18 +194,16 @@ class Console:
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Show a step. `values` are those of metrics.jsonl, without non-finite ones."""
-        now = time.perf_counter()
-        if self.last is not None:  # the first step includes warm-up and would distort the time left
-            self.recent.append((now - self.last, values["data_wait"]))
-        self.last = now
         parts = [f"loss {values.get('loss', math.nan):.4f}", f"{values['samples_per_second']:,.0f} samples/s"]
         if "mfu" in values:
             parts.append(f"MFU {values['mfu']:.1%}")
-        if self.recent:
-            seconds, waits = (sum(column) / len(self.recent) for column in zip(*self.recent))
-            left = seconds * (self.total_steps - step)
-            left += sum(n * self.evaluation_seconds.get(name, 0.0) for name, n in self.evaluations_left(step).items())
-            parts += [f"data wait {waits:.0%}", f"left {shown_seconds(left)}"]
+        if self.first is None:  # it includes the warm-up
+            self.first = step, time.perf_counter()
+        else:
+            self.waits.append(values["data_wait"])
+            first, ended = self.first
+            left = (time.perf_counter() - ended) / (step - first) * (self.total_steps - step)
+            parts += [f"data wait {fmean(self.waits):.0%}", f"left {shown_seconds(left)}"]
         if self.progress is not None:
             self.progress.start()
             self.progress.update(self.task, completed=step, text="  ".join(parts))
@@ -225,12 +211,6 @@ class Console:
             self.shown += 1
             parts += [f"lr {values['lr']:.2e}", f"scale {values.get('logit_scale', math.nan):.1f}"]
             print(f"step {step}/{self.total_steps}", *parts, sep="  ", flush=True)
-
-    def evaluated(self, name: str, seconds: float) -> None:
-        """Take the duration of an evaluation, which is not part of the next step's time."""
-        self.evaluation_seconds[name] = seconds
-        if self.last is not None:
-            self.last += seconds
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -355,24 +355,11 @@ class Trainer:
         return self.engine.encode(images, **{name: value.to(self.parallel.device) for name, value in given.items()})
 
     def _run_task(self, name: str) -> dict[str, float]:
-        started = time.perf_counter()
         self.engine.train(False)
         with self.engine.showing_average() if self.averages else contextlib.nullcontext():
             values = self.tasks[name].run(self._encode_for_evaluation, self.parallel, self.engine.scalar_values)
-        seconds = time.perf_counter() - started
-        self.metrics.evaluation(name, self.step, self.samples_seen, values, seconds, self.tasks[name].about)
+        self.metrics.evaluation(name, self.step, self.samples_seen, values, self.tasks[name].about)
         return values
-
-    def _evaluations_left(self, step: int) -> dict[str, int]:
-        """Return how often each evaluation runs after `step`: after full epochs that are not the last, and at the end.
-
-        An epoch's evaluation runs after its last step.
-        """
-        first, last = -(-step // self.loader.steps_per_epoch), (self.total_steps - 1) // self.loader.steps_per_epoch
-        return {
-            name: 1 + (last // n - (max(1, first) - 1) // n if n and last >= first else 0)
-            for name, n in self.frequencies.items()
-        }
 
     # ---- checkpoints and the end ----
 
@@ -388,7 +375,6 @@ class Trainer:
             enabled=self.parallel.rank == 0,
             total_steps=self.total_steps,
             samples_seen=self.samples_seen,
-            evaluations_left=self._evaluations_left,
         )
         self.timer = PhaseTimer(self.parallel.device)
         self._announce()

@@ -1,7 +1,5 @@
 """--dry-run: what it prints is the run's plan, what the run would reject it rejects, and it leaves nothing behind."""
 
-from infcl.config import BatchPlan, TrainConfig
-from infcl.train.dry_run import _graphs_line
 from tests.lib.entry import command, forked
 
 
@@ -38,16 +36,3 @@ def test_dry_run_rejects_what_the_run_would_reject(demo_folder, tmp_path):
     ):
         result = forked(command(demo_folder, tmp_path, "--dry-run", *flags), 1)
         assert result.returncode == 2 and reason in " ".join(result.stderr.split()), (flags, result.stderr)
-
-
-def test_the_plan_reports_if_a_run_keeps_more_graphs_than_it_counts():
-    for flags, micro_batches, on_cpu, is_said in (
-        ({}, 4, False, True),
-        ({}, 1, False, False),
-        ({}, 4, True, False),
-        ({"deterministic": True}, 4, False, False),
-        ({"resident_micro_batches": "2"}, 4, False, False),
-    ):
-        config = TrainConfig(dataset_type="synthetic", train_num_samples=1, **flags)
-        lines = _graphs_line(config, BatchPlan(2, micro_batches, 8), on_cpu=on_cpu)
-        assert ["as many of 4 as fit" in line for line in lines] == [True] * is_said

@@ -19,7 +19,6 @@ from infcl.report.records import read_records
 from infcl.train.diagnostics import PhaseTimer
 from infcl.train.metrics import Console, MetricsWriter, TensorBoardSink
 from infcl.train.observers import WARM_UP_STEPS, StepProfiler
-from infcl.train.trainer import Trainer
 from tests.lib.steps import step_done
 
 VALUES = {"loss": 1.5, "samples_per_second": 1000.0, "data_wait": 0.25, "lr": 1e-3, "logit_scale": 14.0}
@@ -147,32 +146,16 @@ def test_without_a_terminal_the_first_steps_every_nth_and_the_last_have_a_line(c
     assert [shown_seconds(seconds) for seconds in (59, 61, 7325)] == ["0:59", "1:01", "2:02:05"]
 
 
-def test_the_time_left_counts_the_evaluations_and_does_not_jump_after_one(capsys, monkeypatch):
-    """Steps of 1 s; an evaluation of 30 s after every fifth step and at the end."""
+def test_the_time_left_is_that_of_steps_at_the_mean_rate_with_their_evaluations(capsys, monkeypatch):
+    """Steps of 1 s; an evaluation of 5 s after every fifth step. A resumed run begins with its first step."""
     now = [0.0]
     monkeypatch.setattr("infcl.train.metrics.time.perf_counter", lambda: now[0])
-    console = Console(20, 1, terminal=False, evaluations_left=lambda step: {"retrieval": 4 - (step - 1) // 5})
-    for step in range(1, 21):
-        now[0] += 1
+    console = Console(30, 1, terminal=False)
+    for step in range(10, 31):
+        now[0] += 1 + 5 * (step % 5 == 1)
         console.step(step, VALUES)
-        if step % 5 == 0:
-            now[0] += 30
-            console.evaluated("retrieval", 30.0)
-    left = re.findall(r"left ([\d:]+)", capsys.readouterr().out)  # of the steps from the second on
-    assert left[:4] == ["0:18", "0:17", "0:16", "0:15"], "no evaluation has run yet"
-    assert left[4:] == [shown_seconds((20 - step) + 30 * (4 - (step - 1) // 5)) for step in range(6, 21)]
-
-
-@pytest.mark.parametrize(
-    ("steps_per_epoch", "total", "every"), [(5, 20, 1), (5, 22, 2), (7, 6, 1), (1, 5, 3), (4, 9, 0)]
-)
-def test_evaluations_left_are_those_that_the_loop_runs(steps_per_epoch, total, every):
-    loader = types.SimpleNamespace(steps_per_epoch=steps_per_epoch)
-    trainer = types.SimpleNamespace(loader=loader, total_steps=total, frequencies={"retrieval": every})
-    runs = [epoch * steps_per_epoch for epoch in range(1, total) if every and epoch % every == 0]
-    runs = [step for step in runs if step < total] + [total]
-    for step in range(1, total + 1):
-        assert Trainer._evaluations_left(trainer, step) == {"retrieval": sum(run >= step for run in runs)}
+    left = re.findall(r"left ([\d:]+)", capsys.readouterr().out)
+    assert left[0] == shown_seconds(6 * 19) and left[9::5] == ["0:20", "0:10", "0:00"] and len(left) == 20
 
 
 def test_a_closed_output_takes_nothing_and_raises_nothing(monkeypatch):
