@@ -128,7 +128,7 @@ def _schedule_and_towers(config: TrainConfig) -> Iterator[str]:
             yield f"{option_of(name)} has no meaning with --lr-scheduler {config.lr_scheduler}"
     unlocked_groups = config.lock_image_unlocked_groups + config.lock_text_unlocked_layers
     if config.lock_image and config.lock_text and not unlocked_groups:
-        yield "--lock-image with --lock-text trains logit_scale only: lock one tower or add --lock-image-unlocked-groups"
+        yield "--lock-image with --lock-text trains logit_scale only: lock one, or add --lock-image-unlocked-groups"
     for lock, unlocked in (("lock_image", "lock_image_unlocked_groups"), ("lock_text", "lock_text_unlocked_layers")):
         if (groups := getattr(config, unlocked)) and not getattr(config, lock):
             yield f"{option_of(unlocked)} {groups} needs {option_of(lock)}"

@@ -95,7 +95,7 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--grad-clip-norm", "0"], "leave it out for none"),
         (["--wd", "nan"], "--wd nan must be a finite number"),
         (["--seed", str(2**63)], r"must lie in \[0, 2\*\*63\)"),
-        (["--lock-image", "--lock-text"], "lock one tower"),
+        (["--lock-image", "--lock-text"], "lock one, or add"),
         (["--lock-image-unlocked-groups", "2"], "needs --lock-image"),
         (["--lr-scheduler", "const-cooldown"], "needs --epochs-cooldown"),
         (["--epochs-cooldown", "2"], "no meaning with --lr-scheduler cosine"),
