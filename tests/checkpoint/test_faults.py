@@ -7,7 +7,6 @@ What is hit runs under the deepspeed launcher; what only trains, before and afte
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -175,20 +174,6 @@ def supervise(run: Path, script: str, **environment: str) -> subprocess.Complete
     program = ["bash", "launch/supervise.sh", str(run), "bash", "-c", script]
     environment = os.environ | ON_CPU | {"FIRST_WAIT": "0"} | environment
     return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-
-
-@pytest.mark.slow
-def test_supervise_restarts_a_killed_run_until_it_is_finished(demo_folder, tmp_path, uninterrupted):
-    more = ("--batch-size", "16", "--resume", "latest")  # one rank: the same global batch as two of 8
-    arguments = flags(demo_folder, tmp_path, *more)
-    fault = ["tests/lib/fault_run.py", str(0), str(FAULT_STEP), "replay", str(int(signal.SIGKILL))]
-    fault, again = (shlex.join([sys.executable, *script, *arguments]) for script in (fault, ["pretrain_clip.py"]))
-    mark = shlex.quote(f"{tmp_path}/mark")
-    script = f"if [ -e {mark} ]; then {again}; else touch {mark}; exec {fault}; fi"
-    result = supervise(tmp_path / "run", script)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "exit code 137 at step_00000003; restart" in result.stderr
-    assert losses(tmp_path) == pytest.approx(uninterrupted, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from infcl.plan.memory import (
     activation_bytes,
     bucket_bytes,
     gathered_bytes,
-    graph_bytes,
     loss_bytes,
     memory_of,
     state_bytes,
@@ -168,22 +167,6 @@ def test_a_teacher_counts_as_its_model_its_embeddings_and_its_loss(world_size, p
         assert 0.5 * counted < of_distilled - of_plain <= counted + 12 * 4 * ROWS
 
 
-def test_tensor_parallel_ranks_share_the_model_and_what_is_inside_its_layers(demo_folder, tmp_path):
-    cfg = load_model_config("ViT-bigG-14")
-    plain, split = (
-        memory_of_run(cfg, BatchPlan(2, 1, 64), demo_config(demo_folder, tmp_path, tensor_parallel_size=size),
-                      counts_of(cfg), "bf16", {})
-        for size in (1, 4)
-    )  # fmt: skip
-    assert split["parameters"] == pytest.approx(plain["parameters"] / 4, rel=1e-6)
-    vision, text = cfg.vision_cfg, cfg.text_cfg  # q|k|v, the attention's output, before and after GELU: bf16
-    inside = sum(
-        64 * tokens * tower.width * tower.layers * (8 + 4 * tower.mlp_ratio)
-        for tower, tokens in ((vision, 1 + vision.num_patches), (text, text.context_length))
-    )
-    assert plain["activations"] - split["activations"] == pytest.approx(0.75 * inside)
-
-
 def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder, tmp_path):
     cfg = load_model_config("ViT-B-16")
 
@@ -218,21 +201,6 @@ def test_a_partly_locked_tower_counts_as_its_trained_blocks(demo_folder, tmp_pat
     stream, pixels = 16 * 50 * 768 * 4, 16 * 3 * 224**2 * 4
     around = stream * (trained > 0) + (stream + pixels) * (trained == 12)
     assert parts["activations"] == pytest.approx(text + (whole - text - 2 * stream - pixels) * trained / 12 + around)
-
-
-def test_pixels_that_wait_on_the_gpu_are_counted_but_those_of_kept_graphs(demo_folder, tmp_path):
-    cfg, batch = load_model_config("ViT-B-32"), BatchPlan(2, 5, 8)
-
-    def waiting(**flags) -> float:
-        config = demo_config(demo_folder, tmp_path, **flags)
-        return memory_of_run(cfg, batch, config, counts_of(cfg), "bf16", {})["cached data"] - host
-
-    host = 0.0
-    host = waiting()
-    image = 8 * 3 * 224**2
-    assert waiting(pixel_cache_gb="gpu") == 4 * image
-    assert waiting(pixel_cache_gb="gpu", resident_micro_batches="3") == 2 * image
-    assert waiting(pixel_cache_gb="gpu", lock_image=True) == waiting(lock_image=True) == 0
 
 
 @pytest.mark.parametrize("precision", ["amp_bf16", "bf16"])
@@ -326,23 +294,6 @@ def test_a_whole_graph_is_what_autograd_keeps(precision, dtype, checkpointing):
     planned = [activation_bytes(setting(cfg, micro_batch=size, **sizes)) for size in (2, 3)]
     kept = [saved_by_a_forward(cfg, size, dtype, checkpointing) for size in (2, 3)]
     assert planned[1] - planned[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("trained", "checkpointing", "tower"),
-    [((12, 12), True, "image"), ((12, 12), False, "text"), ((0, 12), True, "text"), ((12, 0), True, "image"),
-     ((12, 0), False, "image")],
-)  # fmt: skip
-def test_a_backward_adds_what_one_block_of_a_tower_needs(trained, checkpointing, tower):
-    """Of the image tower less what the text tower has freed by then, whichever tower's turn is worse."""
-    cfg, tokens = load_model_config("ViT-B-16"), {"image": 197, "text": 77}
-    blocks = dict(zip(("image", "text"), trained))
-    parts = graph_bytes(setting(cfg, micro_batch=4, precision="bf16", checkpointing=checkpointing, blocks=blocks))
-    added = {
-        name: 4 * tokens[name] * width * (12 + 32 * checkpointing) for name, width in (("image", 768), ("text", 512))
-    }
-    freed = 4 * 77 * 512 * trained[1] * (2 if checkpointing else 32) * (tower == "image")
-    assert parts["backward"] == pytest.approx(added[tower] - freed)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -70,11 +70,10 @@ def norms_before_the_step(engine) -> list[float]:
         ("zero1", "bf16", 2e-2),
         ("zero3", "fp32", 1e-4),
         ("offloaded 2", "fp32", 1e-4),
-        *((f"zero{stage}", "fp32", 1e-4) for stage in (1, 2)),
-        *((f"zero{stage}", "bf16", 2e-2) for stage in (2, 3)),
+        ("zero2", "fp32", 1e-4),
+        ("zero3", "bf16", 2e-2),
         ("zero3_offload", "fp32", 1e-4),
-        ("offloaded 1", "fp32", 1e-4),
-        ("offloaded 2", "bf16", 2e-2),
+        ("offloaded 1", "bf16", 2e-2),
     ],
 )
 def test_the_norms_are_those_of_a_tower_s_gradients_and_of_all(preset, precision, within, tmp_path):

@@ -69,19 +69,6 @@ def test_a_small_model_on_cpus_is_not_rejected_for_buckets_that_it_leaves_empty(
     under(question, device="cpu").check()
 
 
-def test_what_is_offloaded_is_not_on_the_gpu_but_on_a_cpu_in_the_same_memory():
-    question = fit("--batch-size", "8", gib=80, stage=3)
-
-    def parts(offloaded_to: str, **changes) -> dict[str, float]:
-        preset = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": offloaded_to}}}
-        return question.parts(under(question, preset=preset, **changes).spec)
-
-    assert parts("cpu")["optimizer"] == 0 < parts("none")["optimizer"]
-    beside = parts("cpu", device="cpu")["host"] - parts("none", device="cpu")["host"]
-    gradients = 2 * parts("none")["gradients"]
-    assert parts("cpu", device="cpu")["optimizer"] == 0 and beside == parts("none")["optimizer"] + gradients
-
-
 def test_auto_takes_the_largest_size_that_fits_and_divides():
     question = fit("--global-batch-size", "65536", "--batch-size", "auto", gib=80)
     chosen = question.choose()
