@@ -4,10 +4,8 @@
     loader.set_position(*divmod(global_step, loader.steps_per_epoch))
     for micro_batches in loader:      # a list of M dicts per step, until the epoch ends
 
-A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, in pinned memory if there
-is a GPU. t is the number of texts per image (1 by default, samples.SampleTexts). "same_ids" int64 [m, 1] is added if
-duplicate samples are looked for, and for a teacher its input or embeddings (samples.SampleDecoder). `ids` are global
-sample numbers. An epoch has num_samples // global_batch_size steps; the remainder is a different one in every epoch.
+A micro-batch is a dict of tensors (samples.SampleDecoder), in pinned memory if there is a GPU. An epoch has
+num_samples // global_batch_size steps; the remainder is a different one in every epoch.
 
 With the default reader, the samples of a rank at (epoch, step) are a pure function of the seed, the shards and the
 batch sizes, and the global batch does not depend on the number of ranks.

@@ -99,9 +99,9 @@ class SampleDecoder:
     """Decoder of records to samples, and of samples to a micro-batch.
 
     A micro-batch is {"images": uint8 [m, 3, S, S], "texts": int64 [m t, L], "ids": int64 [m]}, with "same_ids": int64
-    [m, 1] if `SampleTexts.same` is set, or [m, 2] with the ids of hard negatives if captions are compared. t is
-    SampleTexts.count; the texts of an image are adjacent. For a teacher it has "teacher_texts": int64 [m, L'], or
-    "teacher": float16 [m, 2, E] if its embeddings are stored (`SampleKeys.teacher`).
+    [m, 1] if `SampleTexts.same` is set, or [m, 2] with the ids of hard negatives if captions are compared. `ids` are
+    sample numbers. t is SampleTexts.count; the texts of an image are adjacent. For a teacher it has "teacher_texts":
+    int64 [m, L'], or "teacher": float16 [m, 2, E] if its embeddings are stored (`SampleKeys.teacher`).
 
     Args:
         teacher: tokenizer of a teacher, which encodes the first caption of each image.

@@ -361,19 +361,16 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
 
 
 @pytest.mark.parametrize(
-    ("words", "printed"),
+    ("words", "is_death"),
     [
-        ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that", "signal: Bus error. It is"),
-        ("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details", "unexpectedly with exit code 3."),
-        ("DataLoader timed out after 3 seconds", None),
-        ("a worker (pid 12) is killed by signal: Killed.", None),
+        ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that", True),
+        ("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details", True),
+        ("DataLoader timed out after 3 seconds", False),
     ],
 )
-def test_a_worker_s_death_is_known_by_torch_s_words(words, printed):
-    said = describe_death(RuntimeError(words), 3, [900.0, 850.4])
-    assert (said is None) == (printed is None)
-    if said:
-        assert printed in said and "loader of rank 3" in said and "held 1,750 MB" in said and "fewer --workers" in said
+def test_a_worker_s_death_is_known_by_torch_s_words(words, is_death):
+    message = describe_death(RuntimeError(words), 3, [900.0, 850.4]) or ""
+    assert ("loader of rank 3" in message) == ("held 1,750 MB" in message) == is_death
 
 
 @pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])

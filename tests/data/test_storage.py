@@ -4,6 +4,7 @@ import tarfile
 import tempfile
 import time
 from itertools import product
+from pathlib import Path
 from shlex import quote
 
 import numpy as np
@@ -35,6 +36,19 @@ def web(tmp_path):
     write_shards(tmp_path / "served", SIZES)
     with serving(tmp_path / "served") as (url, behaviour):
         yield url, behaviour
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """A file system of fsspec with the shards in /bucket."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(storage, "SCHEMES", (*storage.SCHEMES, "memory"))
+    monkeypatch.setitem(fsspec.config.conf, "filecache", {"cache_storage": str(tmp_path / "cache")})
+    memory, folder = fsspec.filesystem("memory"), write_shards(tmp_path / "a", SIZES)
+    for i in range(2):
+        memory.pipe(f"/bucket/{i:05d}.tar", Path(f"{folder}/{i:05d}.tar").read_bytes())
+    yield memory
+    memory.store.clear()
 
 
 def captions(urls: str, tmp_path) -> list[str]:
@@ -73,6 +87,7 @@ def test_a_server_without_random_access_is_read_by_the_streaming_reader_alone(we
     assert read_image(f"{url}/00000.tar") == served  # an image of a table is read as a whole
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("reader", "ranges"), [("indexed", True), *product(["streaming", "table", "evaluation"], [True, False])]
 )
@@ -109,14 +124,11 @@ def test_ranks_share_the_copies_of_remote_shards(web):
 
 
 @pytest.mark.parametrize("error", [KeyError, UnicodeError, MemoryError])
-def test_whatever_a_driver_raises_is_a_counted_fault(tmp_path, monkeypatch, error):
-    fsspec = pytest.importorskip("fsspec")
-
+def test_whatever_a_driver_raises_is_a_counted_fault(memory, monkeypatch, error):
     def fail(*_, **__):
         raise error("of a driver")
 
-    monkeypatch.setattr(storage, "SCHEMES", ("memory",))
-    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", fail)
+    monkeypatch.setattr(type(memory), "info", fail)
     assert streamed("memory://bucket/0.tar")[1][0][0] == "shard_unreadable"
     with pytest.raises(ValueError, match=f"3 attempts failed, the last with {error.__name__}"):
         load_manifest("memory://bucket/0.tar")
@@ -149,9 +161,12 @@ def test_ranged_reads_of_neighbours_are_one_request(web, tmp_path):
     assert behaviour.requests["/00001.tar"] - before == 2  # what is there, then all of it
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-@pytest.mark.parametrize("fault", ["stall", "short"])
-@pytest.mark.parametrize("after", [0, 700])  # 0: in the opening request too
+@pytest.mark.first(4)
+@pytest.mark.parametrize(
+    ("after", "fault", "ranges"),  # 0: in the opening request too
+    [(0, "stall", True), (700, "stall", False), (0, "short", False), (700, "short", True)]
+    + [(700, "stall", True), (0, "stall", False), (700, "short", False), (0, "short", True)],
+)
 def test_a_transfer_that_stalls_or_breaks_off_ends_by_time_out_and_is_never_used(
     web, monkeypatch, fault, ranges, after
 ):
@@ -231,13 +246,7 @@ def test_pipes_are_copied_and_their_exit_status_counts(tmp_path, monkeypatch):
         assert caught.value.cause == "shard_unreadable"
 
 
-def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, monkeypatch):
-    fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setattr(storage, "SCHEMES", (*storage.SCHEMES, "memory"))
-    folder, memory = write_shards(tmp_path / "a", SIZES), fsspec.filesystem("memory")
-    for i in range(2):
-        with open(f"{folder}/{i:05d}.tar", "rb") as file:
-            memory.pipe(f"/bucket/{i:05d}.tar", file.read())
+def test_fsspec_reads_any_storage_and_ends_calls_that_hang(memory, tmp_path, monkeypatch):
     assert captions("memory://bucket/{00000,00001}.tar", tmp_path) == EXPECTED
     assert streamed("memory://bucket/00000.tar") == (EXPECTED[:6], [])
     with pytest.raises(ShardFault) as caught:
@@ -252,7 +261,6 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, monkeypatch
     monkeypatch.setattr(storage, "TIMEOUT", 0.4)
     with pytest.raises(TimeoutError, match="no answer within 0.4"):
         open_shard("memory://bucket/00000.tar").pread(10, 0)
-    memory.rm("/bucket", recursive=True)
     for url in ("nosuch://bucket/x.tar", "zip://x.tar::memory://x.zip", "memory://x::zip://y"):
         with pytest.raises(ShardFault, match="is not a url of file, http"):
             open_shard(url)
@@ -263,20 +271,12 @@ def test_fsspec_reads_any_storage_and_ends_calls_that_hang(tmp_path, monkeypatch
         load_manifest("http:///x.tar")
 
 
-def test_a_cache_of_fsspec_holds_the_shards_of_any_storage(tmp_path, monkeypatch):
-    fsspec = pytest.importorskip("fsspec")
-    folder, memory = write_shards(tmp_path / "a", SIZES), fsspec.filesystem("memory")
-    monkeypatch.setattr(storage, "SCHEMES", ("memory",))
-    monkeypatch.setitem(fsspec.config.conf, "filecache", {"cache_storage": str(tmp_path / "cache")})
-    for i in range(2):
-        with open(f"{folder}/{i:05d}.tar", "rb") as file:
-            memory.pipe(f"/cached/{i:05d}.tar", file.read())
-    urls = "filecache::memory://cached/00000.tar::filecache::memory://cached/00001.tar"
+def test_a_cache_of_fsspec_holds_the_shards_of_any_storage(memory, tmp_path, monkeypatch):
+    urls = "filecache::memory://bucket/00000.tar::filecache::memory://bucket/00001.tar"
     assert captions(urls, tmp_path) == EXPECTED
     monkeypatch.setattr(type(memory), "cat_file", None)
     monkeypatch.setattr(type(memory), "_open", None)  # the storage is not read again
     assert captions(urls, tmp_path) == EXPECTED
-    memory.rm("/cached", recursive=True)
 
 
 def test_only_regular_files_are_opened(tmp_path):
