@@ -12,15 +12,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from infcl.checkpoint.load import newest_intact, weights_of
 from infcl.config import OneLineParser
 from infcl.config.json_file import read_record
 from infcl.convert.export import FORMATS, export_model
 from infcl.convert.import_weights import model_with, read_weights
-from infcl.convert.model_card import EVALUATION_KEYS
 from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models import load_any_config
 from infcl.models.config import ModelConfig
+
+
+class _Finished(TypedDict, total=False):
+    """What is read of summary.json."""
+
+    steps: int
+    ema: bool
+    evaluation: dict[str, dict[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,10 +102,10 @@ def _summary(run: Path, trained: Mapping[str, Any], *, ema: bool) -> dict[str, o
     The evaluation is left out if it used other weights than the export: averaged ones or the model's own.
     """
     finished = run / "summary.json"
-    summary: dict[str, Any] = read_record(finished, dict) if finished.is_file() else {}
+    summary: dict[str, Any] = {**read_record(finished, _Finished)} if finished.is_file() else {}
     summary = (summary if summary.get("steps") == trained["step"] else {}) | {**trained, "steps": trained["step"]}
     if summary.get("ema", False) != ema:
-        summary = {key: value for key, value in summary.items() if key not in EVALUATION_KEYS}
+        summary.pop("evaluation", None)
     summary["ema"] = ema
     return summary | {"paths": {"run": str(run)}}  # a run folder may have been moved
 

@@ -18,7 +18,6 @@ from infcl.models import build_towers
 from infcl.models.config import ModelConfig
 
 _LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
-EVALUATION_KEYS = ("evaluation", "zero_shot_top1", "image_to_text_r1", "text_to_image_r1")  # of summary.json
 _FLAGS = {
     "opt": "optimizer",
     "lr": "learning rate",
@@ -119,13 +118,10 @@ def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[st
     return rows
 
 
-def _evaluation_rows(card: Mapping[str, object]) -> dict[str, object]:
-    evaluation = card.get("evaluation")
-    if not isinstance(evaluation, dict):
-        evaluation = {"": {key: value for key, value in card.items() if key.endswith(("top1", "top5", "r1"))}}
+def _evaluation_rows(card: Mapping[str, Any]) -> dict[str, object]:
     return {
-        f"{task} {name}".replace("_", " ").strip(): value
-        for task, values in evaluation.items()
+        f"{task} {name}".replace("_", " "): value
+        for task, values in card.get("evaluation", {}).items()
         for name, value in values.items()
         if isinstance(value, (int, float))
     }

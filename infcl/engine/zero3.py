@@ -112,20 +112,19 @@ class KeptParameters:
         return all(parameter.ds_status is self._available for parameter in self._parameters[module])
 
 
-def reduce_in_few_launches(optimizer: Any) -> bool:
+def reduce_in_few_launches(optimizer: Any) -> None:
     """Make DeepSpeed's stage-3 optimizer reduce full buckets of `reduce_bucket_size` elements at once.
 
-    Returns:
-        Whether the optimizer was patched. It is not if it offloads its state or sums to host memory, communicates
-        gradients in several dtypes or groups, predivides them, or does not use reduce-scatter.
+    It remains as it is if it offloads its state or sums to host memory, communicates gradients in several dtypes or
+    groups, predivides them, or does not use reduce-scatter.
     """
     parameters = [p for group in optimizer.fp16_groups for p in group if p.requires_grad]
     types = {optimizer.get_param_comm_dtype(p) for p in parameters}
     groups = {optimizer._get_param_partition_group(p) for p in parameters}
     if optimizer.offload_optimizer or len(types) != 1 or len(groups) != 1 or not optimizer.reduce_scatter:
-        return False
+        return
     if optimizer.gradient_predivide_factor != 1.0 or optimizer.all2all_process_group is not None or optimizer.zenflow:
-        return False
+        return
     reducer = _Reducer(optimizer, getattr(optimizer, SUMS), types.pop(), groups.pop())
 
     def finish_backward(finish: Callable[[], None]) -> None:
@@ -140,7 +139,6 @@ def reduce_in_few_launches(optimizer: Any) -> bool:
     EPILOGUE.wrap(optimizer, finish_backward)
     for bucket in optimizer.ipg_buckets.values():
         bucket.buffer = None  # unused
-    return True
 
 
 class _Reducer:

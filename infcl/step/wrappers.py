@@ -59,7 +59,6 @@ def accumulating(module: Any) -> Iterator[None]:
 
 def backward_of(module: Any) -> Callable[[Tensor], object]:
     """Return the function that runs a surrogate's backward, without scaling by accumulation steps."""
-
     return partial(zero_backward, module) if is_deepspeed(module) else Tensor.backward
 
 

@@ -30,8 +30,7 @@ def exported(tokenizer_model, tmp_path_factory):
     torch.manual_seed(0)
     model = CLIP(small_config(init_logit_bias=-10.0)).eval()
     folder = tmp_path_factory.mktemp("run") / "export"
-    card = {"zero_shot_top1": 0.81234567, "paths": {"run": "somewhere"}}
-    export_model(model.state_dict(), model.cfg, tokenizer_model, folder, name="tiny", card=card)
+    export_model(model.state_dict(), model.cfg, tokenizer_model, folder, name="tiny")
     return model, folder
 
 
@@ -110,7 +109,9 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     damaged = run / "checkpoints" / "step_00000004"
     damaged.mkdir()
     (damaged / "infcl.json").write_text(json.dumps(manifest_of(4, {file.name: entry})))
-    (run / "summary.json").write_text(json.dumps({"steps": 4, "samples_seen": 256, "zero_shot_top1": 0.5}))
+    (run / "summary.json").write_text(
+        json.dumps({"steps": 4, "samples_seen": 256, "evaluation": {"zero_shot": {"top1": 0.5}}})
+    )
     assert main(command) == 0
     assert (out / "README.md").read_text() == card, "it is of the checkpoint that was exported"
     assert main(["export", str(run), "--format", "safetensors"]) == 0

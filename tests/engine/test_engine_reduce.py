@@ -26,7 +26,7 @@ def steps(rank, world_size, preset, precision, device="cpu", ours=True, step_cou
 
     config = settings("zero3", precision=precision, deepspeed_config=preset, grad_clip_norm=None)
     parallel = init_parallel(device)
-    with mock.patch("infcl.engine.engine.reduce_in_few_launches", reduce_in_few_launches if ours else lambda _: False):
+    with mock.patch("infcl.engine.engine.reduce_in_few_launches", reduce_in_few_launches if ours else lambda _: None):
         engine = engine_of(odd_clip(), config, parallel, BatchPlan(world_size, MICRO_BATCHES, 4))
 
     def backwards(step: int) -> None:

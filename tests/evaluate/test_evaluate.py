@@ -165,10 +165,10 @@ def test_retrieval_holds_nothing_larger_than_a_tile():
     assert largest.elements <= 1024 * WIDTH
 
 
-def held_out_loss(rank, world_size, rank_batch_size):
+def held_out_loss(rank, world_size, rank_batch_size, count):
     images, texts, owner = captioned()
-    mine = torch.arange(rank, IMAGES, world_size)
-    rows = torch.cat([(owner == i).nonzero()[:, 0] for i in mine])
+    mine = torch.arange(count)[rank::world_size]
+    rows = torch.cat([(owner == i).nonzero()[:, 0] for i in mine] or [mine])
     local = torch.repeat_interleave(torch.arange(len(mine)), CAPTIONS[mine])
     scalars = {"logit_scale": torch.tensor([2.0])}
     features = Features(images[mine], texts[rows], local, scalars)
@@ -177,37 +177,25 @@ def held_out_loss(rank, world_size, rank_batch_size):
     )
 
 
-@pytest.mark.parametrize(("world_size", "rank_batch_size"), [(1, 48), (2, 24), (4, 12), (2, 100)])
-def test_validation_loss_is_that_of_global_batches_whatever_the_ranks(world_size, rank_batch_size):
+@pytest.mark.parametrize(
+    ("world_size", "rank_batch_size", "count"),
+    [(1, 48, IMAGES), (2, 24, IMAGES), (4, 12, IMAGES), (2, 100, IMAGES)]
+    + [(ranks, 64, few) for ranks, few in ((1, 21), (2, 21), (3, 1), (3, 2))],
+)
+def test_validation_loss_is_that_of_global_batches_whatever_the_ranks(world_size, rank_batch_size, count):
+    """A set that is smaller than a global batch is one of all its samples."""
     images, texts, owner = captioned()
-    first = torch.tensor([(owner == i).nonzero()[0, 0] for i in range(IMAGES)])
-    batch = min(world_size * rank_batch_size, IMAGES // world_size * world_size)
+    first = torch.tensor([(owner == i).nonzero()[0, 0] for i in range(count)])
+    batch = world_size * rank_batch_size if count // world_size >= rank_batch_size else count
     losses = []
-    for start in range(0, IMAGES - batch + 1, batch):
+    for start in range(0, count - batch + 1, batch):
         rows = slice(start, start + batch)
         logits = torch.tensor(2.0).exp() * (images[rows].double() @ texts[first][rows].double().T)
         target = torch.arange(batch)
         losses.append((F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2)
-    for metrics in run_ranks(held_out_loss, world_size, rank_batch_size):
+    for metrics in run_ranks(held_out_loss, world_size, rank_batch_size, count):
         assert metrics["val_loss_batch"] == batch
-        assert metrics["val_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
-
-
-def loss_of_few(rank, world_size, count):
-    images, texts, _ = captioned()
-    mine = torch.arange(count)[rank::world_size]
-    scalars = {"logit_scale": torch.tensor([2.0])}
-    features = Features(images[mine], texts[mine], torch.arange(len(mine)), scalars)
-    return validation_loss(features, ValidationLoss("inf_cl", "torch", 64), torch.distributed.group.WORLD, scalars)
-
-
-@pytest.mark.parametrize("count", [1, 2, 21])
-def test_the_validation_loss_of_a_small_set_is_of_all_its_samples_on_any_number_of_ranks(count):
-    expected = run_ranks(loss_of_few, 1, count)[0]
-    assert expected["val_loss_batch"] == count
-    for world_size in (2, 3):
-        for metrics in run_ranks(loss_of_few, world_size, count):
-            assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert metrics["val_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5, abs=1e-6)
 
 
 def tied(rank, world_size, size):
