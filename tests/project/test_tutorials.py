@@ -40,7 +40,7 @@ def run_page(page: str, folder) -> list[str]:
 def test_the_tutorial_leads_from_images_to_open_clip(tmp_path):
     pytest.importorskip("transformers")
     printed = run_page("docs/start/tutorial.md", tmp_path)
-    assert json.loads((tmp_path / "result.jsonl").read_text())["metrics"]["top1"] > 0.5
+    assert json.loads((tmp_path / "result.jsonl").read_text())["metrics"]["top1"] > 0.8
     assert printed[-1].strip() == "red circle"
 
 
