@@ -159,20 +159,13 @@ def model_with(weights: Weights, cfg: ModelConfig) -> Any:
 
 @torch.no_grad()
 def load_tower(model: Any, weights: Weights, tower: str = "whole", model_name: str = "") -> list[str]:
-    """Load one tower or the full model. On an error nothing is loaded.
+    """Load one tower ("image", "text") or the "whole" model, and return one line per change to the weights.
 
     A tower includes its projection, but not logit_scale. In the full model only logit_bias may be missing or
-    unexpected, since it belongs to one loss.
-
-    Args:
-        tower: "image", "text" or "whole".
-        model_name: value of --model, for messages.
-
-    Returns:
-        One line per change to the weights.
+    unexpected, since it belongs to one loss. `model_name` is for messages.
 
     Raises:
-        ValueError: with a list of keys that are missing, unexpected or of another shape, or of settings that differ.
+        ValueError: keys are missing, unexpected or of another shape, or settings differ. Nothing is loaded then.
     """
     given, mine, changes = _fitted(model, weights, tower, model_name)
     model.load_state_dict({name: given[name].to(mine[name].dtype) for name in mine if name in given}, strict=False)

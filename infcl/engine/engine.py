@@ -122,16 +122,7 @@ class Engine:
     def encode(
         self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None, **others: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Encode a micro-batch.
-
-        Args:
-            images: [m, 3, H, W] uint8, or None.
-            texts: [m, L] tokens, or None.
-            others: more arguments of CLIP.forward.
-
-        Returns:
-            The model's features and scalars by name; see CLIP.forward.
-        """
+        """Encode a micro-batch: CLIP.forward with these arguments, through DeepSpeed."""
         return self.engine(images, texts, **others)
 
     def backward(self, surrogate: torch.Tensor, is_last: bool) -> None:

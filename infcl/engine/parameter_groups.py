@@ -38,16 +38,10 @@ def tower(name: str) -> str:
 
 
 def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]:
-    """Group the trainable parameters by weight decay and learning rate.
+    """Group the trainable parameters of a model, or of this rank's part of it, by weight decay and learning rate.
 
     Groups with weight decay come first. A group has the model's order, except that parameters of odd sizes come last.
-
-    Args:
-        model: the model, or this rank's part of it.
-        peak: the largest learning rate of the schedule; --wd-mode schedule divides by it.
-
-    Returns:
-        The groups, as torch's optimizers expect them.
+    `peak` is the largest learning rate of the schedule; --wd-mode schedule divides by it.
 
     Raises:
         ValueError: layer decay is set for a tower without blocks.

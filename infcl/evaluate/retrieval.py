@@ -55,7 +55,7 @@ def encode_pairs(
     Collective: all ranks run the same number of forwards.
 
     Args:
-        encode: (images on the device, tokens on the host) -> dict with unit-norm image_features and text_features.
+        encode: see tasks.Task.run.
         batches: (images [m, ...], tokens [sum of captions, L], captions per image int64 [m]).
         filler: such a batch, for ranks that run out early.
 

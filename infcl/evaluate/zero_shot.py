@@ -96,12 +96,8 @@ def build_classifiers(
     """Compute class embeddings [K, D] f32, unit norm, on every rank. Collective: one all-reduce of [K, D] each.
 
     Args:
-        encode: (None, tokens [n, L] on the host) -> dict with unit-norm text_features [n, D] on the device.
-        tokenize: texts -> tokens [n, L].
-        classnames: K names.
-        templates: prompts with {} for the class name.
+        encode, tokenize: see tasks.Task.run and tasks.Task.
         batch_size: prompts per forward.
-        widths: also of prefixes of the features of these widths.
 
     Returns:
         The class embeddings of full width, and [K, w] for each of the widths.
@@ -137,11 +133,10 @@ def evaluate_zero_shot(
     """Compute top-1 and top-5 accuracy over all ranks' images. Collective.
 
     Args:
-        encode: (uint8 [m, 3, H, W] on the device, None) -> dict with image_features [m, D].
-        batches: this rank's (uint8 images [m, 3, H, W], int64 labels [m]).
+        encode: see tasks.Task.run.
+        batches: this rank's (uint8 images [m, 3, H, W], int64 labels [m], which are rows of `right`).
         filler: a batch for ranks that run out early.
-        classifiers: f32 [K, D], unit norm; further ones [K, w] classify prefixes of width w.
-        right: bool [labels, K], the correct classes of each label.
+        classifiers, right: of `build_classifiers`, and of a ClassSet.
 
     Returns:
         top1, top5 (shares) and num_samples; width_W_top1, width_W_top5 of further classifiers.

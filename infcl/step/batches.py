@@ -174,9 +174,6 @@ def build_step_batches(
     """Build the micro-batches of a run's steps, with the pixel cache that the flags select.
 
     Args:
-        spec: the resolved run.
-        model: the towers, which decide what pass 2 needs.
-        parallel: groups and device of this rank.
         resident: number of micro-batches that keep their graphs.
         repeats: whether the loader can read micro-batches a second time.
         reserved: host bytes per rank that are needed later.
