@@ -55,7 +55,7 @@ def keys_of(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def share_equal(features: torch.Tensor, keys: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return `features`, with those of the first row of all ranks wherever keys are equal. Collective.
+    """Set `features` to those of the first row of all ranks wherever keys are equal, and return them. Collective.
 
     The same input gives other last bits in a batch of another size, which would split the ties of its scores.
     Cost: an all-gather of 8 bytes per row, and an all-reduce of the features that occur more than once.
@@ -69,7 +69,7 @@ def share_equal(features: torch.Tensor, keys: torch.Tensor, group: dist.ProcessG
     _, number, counts = gather_rows(keys, group).unique(return_inverse=True, return_counts=True)
     row = torch.arange(len(number), device=keys.device)
     first = torch.full_like(counts, len(number)).scatter_reduce_(0, number, row, "amin") - begin  # among own rows
-    features, number = features.clone(), number[begin : begin + len(keys)]
+    number = number[begin : begin + len(keys)]
     for repeated in (counts > 1).nonzero()[:, 0].split(_SHARED_ROWS):
         table = features.new_zeros(len(repeated), features.shape[1])
         own = (first[repeated] >= 0) & (first[repeated] < len(keys))
