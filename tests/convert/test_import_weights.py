@@ -233,9 +233,11 @@ def test_what_a_clip_model_computes_otherwise_is_rejected(source, tmp_path):
 )
 def test_clip_model_pools_at_the_eos_that_it_names_also_where_larger_ids_exist(eos_id, vocab_size, pooling):
     text = {"eos_token_id": eos_id, "vocab_size": vocab_size, "num_attention_heads": 8}
+    text |= {"hidden_size": 448, "intermediate_size": 453}
     cfg = from_hf_config({"model_type": "clip", "text_config_dict": text, "text_config": {"vocab_size": 9}}, "here")
     assert (cfg.text_cfg.pool_type, cfg.text_cfg.vocab_size) == (pooling, vocab_size)
     assert pooling == "argmax" or cfg.text_cfg.eos_id == eos_id
+    assert int(448 * cfg.text_cfg.mlp_ratio) == 453 > int(448 * (453 / 448)), "in spite of rounding"
 
 
 def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
