@@ -227,7 +227,7 @@ def _graphs(setting: Setting) -> dict[str, tuple[float, float]]:
     """
     vision, text, width = setting.model.vision_cfg, setting.model.text_cfg, setting.precision.matmul_dtype.itemsize
     parts, size = setting.tensor_parallel, setting.micro_batch
-    trained = setting.blocks or {"image": vision.layers, "text": text.layers}
+    trained = setting.blocks
     patches = 1 + kept_patches(vision.num_patches, vision.patch_dropout)
     graphs = {}
     for name, tokens, tower in (("image", patches, vision), ("text", text.context_length, text)):
@@ -292,9 +292,8 @@ def host_parts(setting: Setting) -> dict[str, float]:
     if "param" in setting.offloads:
         size = _pinned if _pins(setting, "param") else float
         parts["parameters"] += size(width * setting.parameters / setting.dp_size)
-    saved = 12.0 * setting.parameters if setting.checkpoint is None else setting.checkpoint
     pixels = 0.0 if setting.pixels == "device" else setting.waiting_pixels
-    return parts | {"pixels": pixels, "checkpoint": saved / setting.dp_size}
+    return parts | {"pixels": pixels, "checkpoint": setting.checkpoint / setting.dp_size}
 
 
 def host_bytes(setting: Setting, ranks: int) -> float:

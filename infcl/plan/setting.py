@@ -2,18 +2,15 @@
 
 import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from infcl.config import RunSpec, TrainConfig
 from infcl.config.precision import PRECISIONS, Precision
-from infcl.config.preset import bucket_elements, is_bf16_optimizer, shipped_preset
+from infcl.config.preset import is_bf16_optimizer
 from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
-from infcl.models import CLIP
 from infcl.models.clip import frozen_blocks
 from infcl.models.config import CLIPConfig
 from infcl.models.packing import row_length
@@ -24,10 +21,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One way to train. Sizes: W GPUs, T tensor-parallel ranks, W/T data-parallel ranks, B global batch.
-
-    Without the fields of a run, all parameters are trained with AdamW and one of the presets of ds_configs.
-    """
+    """One way to train. Sizes: W GPUs, T tensor-parallel ranks, W/T data-parallel ranks, B global batch."""
 
     model: CLIPConfig
     gpus: int
@@ -50,13 +44,13 @@ class Setting:
     gpus_per_node: int = 8
     link: Link = dataclasses.field(default_factory=lambda: load_link("nic-400"))  # between nodes
     teacher: tuple[int, int] = (0, 0)  # parameters of a distillation's model, and the width of its embeddings
-    # a run
-    zero_options: dict | None = None  # zero_optimization of its preset; None: as in ds_configs
-    counts: tuple[int, int] | None = None  # (parameters, trainable parameters) of all T ranks; None: all are trained
+    # the state
+    zero_optimization: dict  # of the preset
+    counts: tuple[int, int]  # (parameters, trainable parameters) of all T ranks
     moments: int = 8  # bytes of optimizer state per element: Adam's two moments
-    blocks: dict[str, int] | None = None  # trained blocks of each tower, counted from the last; None: all
+    blocks: dict[str, int]  # trained blocks of each tower, counted from the last
     pixel_bytes: float = float("inf")  # limit of the cached pixels
-    checkpoint: float | None = None  # bytes of the copy from which all ranks write a checkpoint; None: with moments
+    checkpoint: float  # bytes of the copy from which all ranks write a checkpoint
     on_cpu: bool = False
 
     # ---- batch ----
@@ -89,11 +83,11 @@ class Setting:
     @property
     def parameters(self) -> int:
         """Parameters of a rank: its share under tensor parallelism."""
-        return (parameters_of(self.model) if self.counts is None else self.counts[0]) // self.tensor_parallel
+        return self.counts[0] // self.tensor_parallel
 
     @property
     def trainable(self) -> int:
-        return self.parameters if self.counts is None else self.counts[1] // self.tensor_parallel
+        return self.counts[1] // self.tensor_parallel
 
     @property
     def element_bytes(self) -> int:
@@ -109,19 +103,6 @@ class Setting:
     def bf16_optimizer(self) -> bool:
         """Whether DeepSpeed takes its BF16_Optimizer."""
         return is_bf16_optimizer(self.zero, self.precision, offloaded=self.offload)
-
-    @property
-    def zero_optimization(self) -> dict[str, Any]:
-        """The preset's options that matter; if none are given, those of ds_configs."""
-        if self.zero_options is not None:
-            return self.zero_options
-        name = "zero3_offload" if self.zero == 3 and self.offload else f"zero{self.zero}"
-        options = shipped_preset(name)["zero_optimization"] | {
-            f"offload_{part}": {"device": "cpu", "pin_memory": True} for part in self.offloads
-        }
-        overlaps = options.get("overlap_comm", False)
-        options["overlap_comm"] = self.nodes > 1 if overlaps == "auto" else overlaps
-        return options | {"reduce_bucket_size": bucket_elements(options, self.zero)}
 
     # ---- nodes ----
 
@@ -167,13 +148,6 @@ class Setting:
 
     def with_(self, **changes) -> "Setting":
         return dataclasses.replace(self, **changes)
-
-
-@lru_cache
-def parameters_of(model: CLIPConfig) -> int:
-    """Return the number of parameters of a model."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in CLIP(model).parameters())
 
 
 def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
@@ -244,7 +218,7 @@ def setting_of_run(
         pixels="device" if flags.pixel_cache_gb == "gpu" and not on_cpu else "host",
         gpus_per_node=ranks_of_host or batch.dp_size * share,
         teacher=teacher,
-        zero_options=spec.zero_optimization,
+        zero_optimization=spec.zero_optimization,
         counts=(parameters, trainable),
         moments=state_bytes_per_element(flags),
         blocks=trained_blocks(flags, cfg),

@@ -114,7 +114,7 @@ def test_a_preset_without_buckets_gets_deepspeeds_but_where_the_engine_reduces_t
     offloads = ("optimizer",) if "offload_optimizer" in zero else ()
     planned, given = (
         bucket_bytes(
-            setting(trainable=10**9, zero_options=options, zero=zero["stage"], precision="fp32", offloads=offloads)
+            setting(trainable=10**9, zero_optimization=options, zero=zero["stage"], precision="fp32", offloads=offloads)
         )
         for options in (zero, zero | {"reduce_bucket_size": elements})
     )

@@ -23,9 +23,11 @@ from infcl.plan.setting import Setting, captions_of, parameter_counts
 from infcl.plan.timing import loss_seconds, step_seconds
 from infcl.train.build import build_meta_model, build_tokenizer_and_model_config
 from tests.lib.checkout import ROOT
+from tests.lib.specs import whole
 
 RESULTS = ROOT / "docs" / "results"
 GIB = 2**30
+BUCKETS = {"reduce_bucket_size": BUCKET, "overlap_comm": True}
 SLOW_HOST = 2.9  # host_factor of the machines of step_slow_host.csv, fitted to these rows
 
 
@@ -87,9 +89,9 @@ def setting_of_row(row: dict, gpu: Gpu) -> Setting:
     dropout = re.search(r"force-patch-dropout ([\d.]+)", label)
     model = load_model_config(row["model"]).with_overrides(patch_dropout=float(dropout[1]) if dropout else None)
     tokens = round(share * model.text_cfg.context_length)  # may exceed the context length: rows have free positions
-    return Setting(
+    return whole(
         **captions_of(model, None if share == 1 else tokens),
-        zero_options={"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(row["zero_options"] or "{}"),
+        zero_optimization=BUCKETS | json.loads(row["zero_options"] or "{}"),
         gpu=gpu,
         gpus=gpus,
         gpus_per_node=gpus,
@@ -120,7 +122,7 @@ def _tensor_parallel_steps() -> Iterator[Case]:
     for row in where(rows_of("tensor_parallel.csv"), lever="none", status="ok", sequence_parallel="False"):
         if (row["model"], row["gpus"], row["tensor_parallel"], row["zero_stage"]) == ("ViT-L-14", 4, 2, 1):
             continue  # it communicated in another way
-        setting = Setting(
+        setting = whole(
             model=_model_config(row["model"]), gpu=load_gpu("h200"), gpus=row["gpus"], gpus_per_node=row["gpus"],
             global_batch=row["gpus"] // row["tensor_parallel"] * row["accum_freq"] * row["batch_size"],
             micro_batch=row["batch_size"], zero=row["zero_stage"], checkpointing=row["checkpointing"] == "True",
@@ -150,8 +152,7 @@ def _peaks_at_start() -> Iterator[Case]:
     """What the check at start plans for rows of benchmarks.step on one GPU."""
     for row in rows_of("step_peaks.csv"):
         config, preset = setting_of(row["label"].replace("pixel-cache gpu", "pixel-cache-gb gpu"))  # its present name
-        buckets = {"reduce_bucket_size": BUCKET, "overlap_comm": True} | json.loads(row["zero_options"] or "{}")
-        preset["zero_optimization"] |= buckets
+        preset["zero_optimization"] |= BUCKETS | json.loads(row["zero_options"] or "{}")
         _, cfg = build_tokenizer_and_model_config(config)
         spec = dataclasses.replace(resolve(config, device="cuda"), preset=preset)
         fit = Fit(spec, cfg, parameter_counts(build_meta_model(config, cfg)), float("inf"))
@@ -167,7 +168,7 @@ def _losses() -> Iterator[Case]:
             continue  # the host sets the time
         model = dataclasses.replace(load_model_config("ViT-L-14"), embed_dim=dim)
         sizes = {"gpus": gpus, "gpus_per_node": gpus, "global_batch": pairs, "micro_batch": 128}
-        planned = 1000 * loss_seconds(Setting(model=model, gpu=load_gpu("h200"), **sizes))
+        planned = 1000 * loss_seconds(whole(model=model, gpu=load_gpu("h200"), **sizes))
         bound = 0.08 if large and dim >= 512 and (gpus, pairs) != (2, 32768) else 0.15
         kind = f"the loss alone, {'16,384 rows per GPU or more' if large else 'fewer rows'}: ms"
         yield Case(kind, f"{gpus} GPUs, {pairs:,} x {dim}", planned, min(row["median_ms"] for row in same), bound)

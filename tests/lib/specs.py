@@ -9,6 +9,7 @@ from torch import nn
 
 from infcl.config import BatchPlan, RunSpec, TrainConfig, resolve
 from infcl.config.precision import PRECISIONS
+from infcl.config.preset import shipped_preset
 from infcl.engine.engine import Engine
 from infcl.models import CLIP
 from infcl.models.config import CLIPConfig, load_model_config
@@ -53,6 +54,18 @@ def counts_of(cfg: CLIPConfig) -> dict[str, tuple[int, int]]:
         return parameter_counts(CLIP(cfg))
 
 
+def whole(model: CLIPConfig, *, gpus: int, zero: int = 1, offloads: tuple[str, ...] = (), **fields: Any) -> Setting:
+    """Return a setting that trains all of a model, with AdamW and a preset of ds_configs."""
+    preset = shipped_preset("zero3_offload" if zero == 3 and offloads else f"zero{zero}")
+    options = preset["zero_optimization"] | {f"offload_{part}": {"device": "cpu"} for part in offloads}
+    if options.get("overlap_comm") == "auto":
+        options["overlap_comm"] = gpus // fields.get("gpus_per_node", 8) > 1
+    total = sum(count for count, _ in counts_of(model).values())
+    blocks = {"image": model.vision_cfg.layers, "text": model.text_cfg.layers}
+    own: dict[str, Any] = {"counts": (total, total), "blocks": blocks, "checkpoint": 0.0, "zero_optimization": options}
+    return Setting(model=model, gpus=gpus, zero=zero, offloads=offloads, **own | fields)
+
+
 def setting(
     cfg: CLIPConfig | None = None,
     *,
@@ -64,13 +77,7 @@ def setting(
     **fields,
 ) -> Setting:
     """Return a setting of `ranks` data-parallel ranks; without `cfg`, of the demo's model."""
-    gpus = ranks * fields.get("tensor_parallel", 1)
-    return Setting(
-        model=cfg or load_model_config("demo"),
-        gpus=gpus,
-        gpus_per_node=gpus,
-        global_batch=ranks * micro_batches * micro_batch,
-        micro_batch=micro_batch,
-        precision=PRECISIONS[precision],
-        **{"counts": (trainable, trainable), "zero_options": {}} | fields,
-    )
+    gpus, sizes = ranks * fields.get("tensor_parallel", 1), {"micro_batch": micro_batch}
+    sizes |= {"gpus": gpus, "gpus_per_node": gpus, "global_batch": ranks * micro_batches * micro_batch}
+    own = {"counts": (trainable, trainable), "zero_optimization": {}, "precision": PRECISIONS[precision]}
+    return whole(cfg or load_model_config("demo"), **sizes | own | fields)

@@ -106,8 +106,8 @@ def test_pinned_memory_is_counted_in_powers_of_2():
     assert 2 * 10**9 < own < 3 * 10**9
     assert parts["gradients"] == 16 * GIB + 3 * 4 * GIB  # all in one; in groups of a billion elements
     assert parts["optimizer"] == 12 * own
-    zero = planned.zero_options | {"offload_optimizer": {"device": "cpu"}}
-    assert host_parts(planned.with_(zero_options=zero))["gradients"] == 8 * own
+    zero = planned.zero_optimization | {"offload_optimizer": {"device": "cpu"}}
+    assert host_parts(planned.with_(zero_optimization=zero))["gradients"] == 8 * own
 
 
 def test_a_host_that_holds_it_to_the_last_byte_is_enough_and_a_byte_less_is_not():

@@ -9,9 +9,9 @@ from infcl.config.precision import PRECISIONS
 from infcl.models import load_model_config
 from infcl.plan.memory import memory_of
 from infcl.plan.profile import load_gpu
-from infcl.plan.setting import Setting
 from infcl.plan.timing import LEAD_SECONDS, loss_seconds
 from tests.lib.measured import cases, stored
+from tests.lib.specs import whole
 
 
 def test_plans_are_as_near_to_what_was_measured_as_the_docs_say():
@@ -32,15 +32,13 @@ def test_what_fitted_is_planned_to_and_what_did_not_is_not(row):
     fields = {name: row[name] for name in names} | {"checkpointing": bool(row["checkpointing"]), "compiled": False}
     fields |= {"model": load_model_config(row["model"]), "precision": PRECISIONS[row["precision"]]}
     fields["pixels"] = {"gpu": "device"}.get(row["pixels"], row["pixels"])
-    setting = Setting(
-        gpu=load_gpu("h200"), gpus_per_node=min(row["gpus"], 8), global_batch=row["global_batch"], **fields
-    )
+    setting = whole(gpu=load_gpu("h200"), gpus_per_node=min(row["gpus"], 8), global_batch=row["global_batch"], **fields)
     # Share of the limit that the allocator can fill: a step planned at 0.988 of 80 GB did not fit.
     assert (memory_of(setting)["peak"] < 0.985 * row["memory_gb"] * 1e9) == bool(row["fits"])
 
 
 def test_a_slow_host_begins_a_long_loss_later_and_takes_as_much_longer_for_a_short_one():
-    setting = Setting(model=load_model_config("ViT-L-14"), gpu=load_gpu("h200"), gpus=1, global_batch=0, micro_batch=1)
+    setting = whole(model=load_model_config("ViT-L-14"), gpu=load_gpu("h200"), gpus=1, global_batch=0, micro_batch=1)
     slow = dataclasses.replace(load_gpu("h200"), host_factor=2.0)
     long, short = (setting.with_(global_batch=pairs) for pairs in (2**17, 1024))
     assert loss_seconds(long.with_(gpu=slow)) - loss_seconds(long) == pytest.approx(LEAD_SECONDS)

@@ -24,12 +24,12 @@ from infcl.plan.memory import (
     memory_of,
     state_bytes,
 )
-from infcl.plan.setting import Setting, parameter_counts, trained_blocks
+from infcl.plan.setting import parameter_counts, trained_blocks
 from infcl.train.build import build_model
 from tests.lib.live_bytes import LiveBytes
 from tests.lib.ranks import run_ranks
 from tests.lib.saved_tensors import saved_bytes
-from tests.lib.specs import counts_of, memory_of_run, setting
+from tests.lib.specs import counts_of, memory_of_run, setting, whole
 from tests.lib.training import demo_config
 
 
@@ -73,8 +73,8 @@ def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(
     found = run_ranks(bytes_of_buckets, 2, presets)[0]
     assert found == {"fp32": 4, "bf16": 0, "fp16": 4}
     for precision, size in found.items():
-        assert bucket_bytes(setting(trainable=1000, zero_options=zero, precision=precision)) == 2 * 5e8 * size
-    offloaded = setting(trainable=1000, zero_options=zero, precision="bf16", offloads=("optimizer",))
+        assert bucket_bytes(setting(trainable=1000, zero_optimization=zero, precision=precision)) == 2 * 5e8 * size
+    offloaded = setting(trainable=1000, zero_optimization=zero, precision="bf16", offloads=("optimizer",))
     assert bucket_bytes(offloaded) == 2 * 5e8 * 4
 
 
@@ -85,7 +85,7 @@ def test_the_buckets_of_stage_1_are_those_of_the_optimizer_that_deepspeed_takes(
      ({"stage3_max_reuse_distance": 2e8, "stage3_prefetch_bucket_size": 0}, 2e8)],
 )  # fmt: skip
 def test_what_stays_gathered_follows_the_reuse_distance_and_not_the_limit_of_prefetching(options, kept):
-    sizes = {"trainable": 3 * 10**9, "zero_options": options, "ranks": 4, "precision": "bf16"}
+    sizes = {"trainable": 3 * 10**9, "zero_optimization": options, "ranks": 4, "precision": "bf16"}
     assert gathered_bytes(setting(**sizes, zero=3)) == pytest.approx(kept * 2 * 3 / 4)
     assert gathered_bytes(setting(**sizes, zero=2)) == 0
 
@@ -222,8 +222,8 @@ def test_a_run_s_plan_is_that_of_the_planner(demo_folder, tmp_path, precision, r
     for stage in (1, 2, 3):
         of_stage = dataclasses.replace(config, deepspeed_config=f"ds_configs/zero{stage}.json", precision=precision)
         gpus = ranks * config.tensor_parallel_size
-        planned = Setting(
-            model=cfg, gpus=gpus, global_batch=batch.global_batch_size, micro_batch=24,
+        planned = whole(
+            cfg, gpus=gpus, global_batch=batch.global_batch_size, micro_batch=24,
             zero=stage, precision=PRECISIONS[precision], **{"gpus_per_node": gpus, "checkpointing": False} | changes,
         )  # fmt: skip
         hosts = planned.nodes
@@ -261,7 +261,7 @@ def test_a_run_s_plan_counts_its_resident_graphs_and_what_eager_blocks_keep_more
 def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, precision, overlap, buffers):
     def counted(trainable: int) -> float:
         zero = {"reduce_bucket_size": 1000, "overlap_comm": overlap}
-        return bucket_bytes(setting(trainable=trainable, zero_options=zero, zero=stage, precision=precision))
+        return bucket_bytes(setting(trainable=trainable, zero_optimization=zero, zero=stage, precision=precision))
 
     assert counted(1000) == 1000 * buffers
     if stage == 3:  # gradients that wait, as many as there are: three buckets at most
