@@ -39,9 +39,8 @@ class StreamingDataset(torch.utils.data.IterableDataset):
         rng = random.Random(f"{self.decoder.seed} {self.epoch} {self.passes}")
 
         def records(parts: Iterable[dict[str, str]]) -> Iterator[Record]:
-            own = [int(part["url"]) for part in parts]
-            own = rng.sample(own, len(own)) if self.passes else own[int(len(own) * self.done) :]
-            reads = stream_records([self.shards[number] for number in own], self.decoder.keys, builder.skip)
+            own = [self.shards[int(part["url"])] for part in parts]
+            reads = stream_records(own[int(len(own) * self.done) :], self.decoder.keys, builder.skip)
             return (record for _, record in reads)
 
         def decode(record: Record) -> tuple[DecodedSample, int] | None:

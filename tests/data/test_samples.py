@@ -323,6 +323,8 @@ def test_the_eval_transform_resizes_the_short_side_and_takes_the_centre(height, 
     assert result.shape == (3, 16, 16) and result.dtype == torch.uint8
     if (height, width) == (40, 60):
         assert torch.equal(result, resize(image, 16, 24)[:, :, 4:20])
+    padded = EvalTransform(16).crop(torch.ones(3, 13, 15))  # as torchvision: one row and no column before it
+    assert padded.shape == (3, 16, 16) and padded[:, 1:14, :15].all() and padded.sum() == 3 * 13 * 15
 
 
 def test_a_scaled_decode_shows_the_same_crop_and_is_off_by_default():
