@@ -294,6 +294,8 @@ def test_plans_and_draws_never_change_between_releases():
         assert plan.samples(0, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
     upsampled = EpochPlan([10], chunk=1, seed=1, epoch=2, factors=np.array([1.5])).samples(0, 15)
     assert upsampled.tolist() == [4, 1, 2, 2, 0, 6, 1, 5, 4, 9, 8, 7, 9, 7, 3]
+    two = EpochPlan([4, 2], chunk=1, seed=1, epoch=2, factors=np.array([1.5, 2.0])).samples(0, 10)
+    assert two.tolist() == [1, 2, 0, 4, 1, 2, 5, 4, 5, 3]
     assert draw(1, 2, 3, stream=4, count=2).tolist() == [479415053854723494, 8851612858779230248]
 
 
