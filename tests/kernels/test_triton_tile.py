@@ -126,7 +126,7 @@ def check_a_workspace_of_one_byte(device, dtypes):
 
 
 def check_scales_of_one_and_below(device, dtypes):
-    for scale in (0.0, 1.0, -30.0):
+    for scale in (0.0, 1.0, -30.0) if torch.float32 in dtypes else ():
         _check_tile(device, 70, 70, 24, "random", scale, torch.float32, workspaces=(2**22,))
 
 
@@ -233,25 +233,14 @@ def check_distillation(device, dtypes):
                 assert relative_error(gradient, true) < bound, (dtype, workspace_bytes, teacher_kind)
 
 
-def check_results_are_bitwise_repeatable(device, dtypes):
-    """Of every loss; many queries share a document, whose gradient sums their parts."""
-    rows, calls, workspace_bytes = (300, 3, 2**16) if device == "cuda" else (150, 2, 2**14)  # several tiles either way
-    options = {"dtype": torch.float16, "bias": -5.0, "workspace_bytes": workspace_bytes}
-    cases = [Case(name, rows, 40, 50.0, **options) for name in ("inf_cl", "siglip", "nt_xent")]
-    cases += [Case("info_nce", rows, 40, 50.0, **options, columns=20, positives="shared")]
-    cases += [Case("inf_cl", rows, 40, 50.0, **options, ids="one", duplicates="positive")]
-    for case in cases:
-        first, *others = (evaluate(case, device=device, tile="triton") for _ in range(calls))
-        assert all(torch.equal(a, b) for again in others for a, b in zip(first, again)), case
-
-
 def check_bytes_per_row_are_constant(device, dtypes):
     """With the launches of a GPU of 132 multiprocessors, whose programs share columns."""
+    of_each_kind = ("inf_cl", "inf_cl, duplicates as positives", "siglip")  # of launches
     with (
         mock.patch("infcl.kernels.triton_forward.multiprocessors", return_value=132),
         mock.patch("infcl.kernels.triton_backward.multiprocessors", return_value=132),
     ):
-        for name in TILED_LOSSES:
+        for name in TILED_LOSSES if device == "cuda" else of_each_kind:
             require_constant_bytes_per_row(name, "triton", device)
 
 
@@ -276,6 +265,18 @@ def test_the_triton_tile_is_exact_in_the_interpreter(dtype):
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_gpu(check):
     check("cuda", (torch.float16, torch.float32, torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_results_are_bitwise_repeatable_on_a_gpu():
+    """Of every loss; many queries share a document, whose gradient sums their parts."""
+    options = {"dtype": torch.float16, "bias": -5.0, "workspace_bytes": 2**16}
+    cases = [Case(name, 300, 40, 50.0, **options) for name in ("inf_cl", "siglip", "nt_xent")]
+    cases += [Case("info_nce", 300, 40, 50.0, **options, columns=20, positives="shared")]
+    cases += [Case("inf_cl", 300, 40, 50.0, **options, ids="one", duplicates="positive")]
+    for case in cases:
+        first, *others = (evaluate(case, device="cuda", tile="triton") for _ in range(3))
+        assert all(torch.equal(a, b) for again in others for a, b in zip(first, again)), case
 
 
 @pytest.mark.gpu
@@ -364,6 +365,8 @@ def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
 
 
 if __name__ == "__main__":
+    import tests.lib.interpreter  # noqa: F401
+
     for check in CHECKS:
         check("cpu", [getattr(torch, name) for name in sys.argv[1:]])
         print(check.__name__, "passed")

@@ -8,7 +8,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +19,7 @@ from infcl.models.attention import BLOCK, LONGEST, SHORT, attend, choose_attenti
 from infcl.models.attention import _towers as attention_towers
 from infcl.models.packing import caption_positions, caption_spans, pack_captions, texts_for_model
 from infcl.train.compile import compile_blocks
+from tests.lib.checkout import ROOT
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import end_ranks, run_ranks
 
@@ -201,8 +201,8 @@ def check_graphs() -> None:
 
 def run(code: str) -> subprocess.CompletedProcess:
     environ = os.environ | {"TRITON_INTERPRET": "1"}
-    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", f"import tests.lib.interpreter; {code}"]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
 
 
 def check_all() -> None:
