@@ -47,6 +47,7 @@ from infcl.kernels.triton_launch import (
     ids_and_limits,
     launch,
     launch_options,
+    leaves_out,
     multiprocessors,
     same_ids,
     walked_dim,
@@ -199,9 +200,7 @@ def _d_logits(
             SINGLE=single,
             SHARED=shared_exp2(blocks.rows),
             GAIN=count * gain,
-            GROUPED=groups is not None,
-            POSITIVE=groups is not None and groups.positive,
-            LIMITED=limits is not None,
+            **leaves_out(blocks),
             TEACHER=wanted is not None,
             HALVES=halves,
             **(options if wanted is None else options | {"num_stages": 2}),  # wanted takes 64 KiB of shared memory

@@ -29,6 +29,7 @@ from infcl.kernels.triton_launch import (
     ids_and_limits,
     launch,
     launch_options,
+    leaves_out,
     multiprocessors,
     row_splits,
     walked_dim,
@@ -101,9 +102,7 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
             DIM=walked_dim(row_operand, options),
             MASKED=blocks.masked,
             EDGE=num_columns % options["BLOCK_N"] != 0,
-            GROUPED=groups is not None,
-            POSITIVE=groups is not None and groups.positive,
-            LIMITED=blocks.limits is not None,
+            **leaves_out(blocks),
             **options,
         )
         if chunks > 1:
@@ -195,24 +194,14 @@ def _repair(blocks: Blocks, row_lse: Tensor, col_lse: Tensor) -> None:
     launch(
         _repair_kernel,
         sum(programs),
-        rows,
-        columns,
-        blocks.scale,
-        row_lse,
-        col_lse,
+        rows, columns, blocks.scale, row_lse, col_lse,
         *ids_and_limits(blocks.groups, blocks.limits, blocks.scale),
-        rows.stride(0),
-        columns.stride(0),
-        len(rows),
-        len(columns),
-        programs[0],
-        GROUPED=blocks.groups is not None,
-        POSITIVE=blocks.groups is not None and blocks.groups.positive,
-        LIMITED=blocks.limits is not None,
+        rows.stride(0), columns.stride(0), len(rows), len(columns), programs[0],
+        **leaves_out(blocks),
         DIM=rows.shape[1],
         MASKED=blocks.masked,
         **options,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "row_programs"])
@@ -259,28 +248,11 @@ def _repair_kernel(
 
 @triton.jit
 def _repair_block(
-    own_ptr,
-    other_ptr,
-    scale2,
-    lse_ptr,
-    own_ids_ptr,
-    other_ids_ptr,
-    own_limits_ptr,
-    other_limits_ptr,
-    own_stride,
-    other_stride,
-    num_own,
-    num_other,
-    block,
-    GROUPED: tl.constexpr,
-    POSITIVE: tl.constexpr,
-    LIMITED: tl.constexpr,
-    DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    own_ptr, other_ptr, scale2, lse_ptr, own_ids_ptr, other_ids_ptr, own_limits_ptr, other_limits_ptr,
+    own_stride, other_stride, num_own, num_other, block,
+    GROUPED: tl.constexpr, POSITIVE: tl.constexpr, LIMITED: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     own = block * BLOCK_N + tl.arange(0, BLOCK_N)
     lse = tl.load(lse_ptr + own, mask=own < num_own, other=0.0)
     unknown = lse != lse

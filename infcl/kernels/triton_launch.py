@@ -87,6 +87,13 @@ def ids_and_limits(groups: Groups | None, limits: Limits | None, placeholder: Te
     return tensors
 
 
+def leaves_out(blocks: Blocks) -> dict[str, bool]:
+    """Return the constants of `counted` for a pair of blocks."""
+    groups = blocks.groups
+    positive = groups is not None and groups.positive
+    return {"GROUPED": groups is not None, "POSITIVE": positive, "LIMITED": blocks.limits is not None}
+
+
 @triton.jit
 def counted(
     for_rows,  # f32 [m, n], values of the entries as they count for their rows

@@ -91,18 +91,8 @@ def _block_of_dots(
 def reference(row_square: Tensor, col_square: Tensor, scale: Tensor) -> Tensor:
     """Compute `log2(e) * abs(scale) * sqrt(row_square.max()) * sqrt(col_square.max()) - 96`, f32 0-dim."""
     result = row_square.new_empty(())
-    launch(
-        _reference_kernel,
-        1,
-        row_square,
-        col_square,
-        scale,
-        result,
-        len(row_square),
-        len(col_square),
-        BLOCK=8192,
-        num_warps=16,
-    )
+    sizes = len(row_square), len(col_square)
+    launch(_reference_kernel, 1, row_square, col_square, scale, result, *sizes, BLOCK=8192, num_warps=16)
     return result
 
 
@@ -141,18 +131,9 @@ def finish(row_partial: Tensor, col_partial: Tensor, reference: Tensor) -> tuple
     launch(
         _finish_kernel,
         triton.cdiv(num_rows, block) + triton.cdiv(num_columns, block),
-        row_partial,
-        col_partial,
-        reference,
-        row_lse,
-        col_lse,
-        len(row_partial),
-        len(col_partial),
-        num_rows,
-        num_columns,
-        BLOCK=block,
-        num_warps=4,
-    )
+        row_partial, col_partial, reference, row_lse, col_lse,
+        len(row_partial), len(col_partial), num_rows, num_columns, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return row_lse, col_lse
 
 
@@ -179,15 +160,7 @@ def _finish_kernel(
 
 
 @triton.jit
-def _finish_block(
-    partial_ptr,
-    reference_ptr,
-    lse_ptr,
-    block,
-    parts,
-    count,
-    BLOCK: tl.constexpr,
-):
+def _finish_block(partial_ptr, reference_ptr, lse_ptr, block, parts, count, BLOCK: tl.constexpr):
     PARTS: tl.constexpr = 32
     index = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([PARTS, BLOCK], tl.float32)
@@ -245,19 +218,9 @@ def products_of_sums(
     launch(
         _products_of_sums_kernel,
         len(row_counts),
-        rows,
-        columns,
-        row_order,
-        col_order,
-        *starts,
-        totals,
-        rows.stride(0),
-        columns.stride(0),
-        rows.shape[1],
-        BLOCK_D=256,
-        MEMBERS=8,
-        num_warps=2,
-    )
+        rows, columns, row_order, col_order, *starts, totals, rows.stride(0), columns.stride(0), rows.shape[1],
+        BLOCK_D=256, MEMBERS=8, num_warps=2,
+    )  # fmt: skip
     return totals
 
 

@@ -19,14 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infcl.kernels.triton_launch import LOG2E
-from infcl.models.triton_attention_blocks import (
-    BLOCK,
-    TAIL,
-    blocks_backward,
-    blocks_forward,
-    load_rows,
-    store_rows,
-)
+from infcl.models.triton_attention_blocks import BLOCK, TAIL, blocks_backward, blocks_forward, load_rows, store_rows
 
 TILES = (32, 64, 128)
 LONGEST = TILES[-1]
@@ -123,18 +116,9 @@ def _weights(q, k, n, scale, B: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _forward(
-    qkv,
-    out,
-    spans,
-    length,
-    scale,
-    H,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    LEAST: tl.constexpr,
-    SPANS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+    qkv, out, spans, length, scale, H,
+    D: tl.constexpr, B: tl.constexpr, LEAST: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
     """Compute one sequence and head per program; skip sequences that do not have LEAST < n <= B tokens."""
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, n = _span(spans, length, sequence, SPANS)
@@ -150,19 +134,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    qkv,
-    d_out,
-    d_qkv,
-    spans,
-    length,
-    scale,
-    H,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    LEAST: tl.constexpr,
-    SPANS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+    qkv, d_out, d_qkv, spans, length, scale, H,
+    D: tl.constexpr, B: tl.constexpr, LEAST: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
     """Compute the gradient of one sequence and head per program, for the sequences of _forward."""
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, n = _span(spans, length, sequence, SPANS)

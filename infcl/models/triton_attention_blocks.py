@@ -19,7 +19,8 @@ from torch import Tensor
 from infcl.kernels.triton_launch import LOG2E
 
 BLOCK, TAIL = 64, 16
-_LAUNCH = {"B": BLOCK, "TAIL": TAIL, "STAGES": 3, "num_warps": 4}
+_BLOCK, _TAIL, _STAGES = tl.constexpr(BLOCK), tl.constexpr(TAIL), tl.constexpr(3)
+_WARPS = 4
 _ROWS = 64  # rows per program of _delta
 
 
@@ -38,7 +39,7 @@ def blocks_forward(qkv: Tensor, length: int) -> tuple[Tensor, Tensor]:
     out, lse = qkv.new_empty(positions, heads, width), qkv.new_empty(positions, heads, dtype=torch.float32)
     full = length // BLOCK
     grid = ((full + 1) * (positions // length) * heads,)
-    _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, FULL=full, **_LAUNCH)
+    _forward[grid](qkv, out, lse, length, width**-0.5, heads, width, FULL=full, num_warps=_WARPS)
     return out, lse
 
 
@@ -50,7 +51,7 @@ def blocks_backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, length
     full = length // BLOCK
     grid = (2 * (full + 1) * (positions // length) * heads,)
     given = (qkv, lse, delta, d_out, d_qkv, length, width**-0.5, heads, width)
-    _backward[grid](*given, FULL=full, **_LAUNCH)
+    _backward[grid](*given, FULL=full, num_warps=_WARPS)
     return d_qkv
 
 
@@ -66,19 +67,7 @@ def _place(program, FULL: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    qkv,
-    out,
-    lse,
-    length,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    FULL: tl.constexpr,
-    TAIL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _forward(qkv, out, lse, length, scale, H: tl.constexpr, D: tl.constexpr, FULL: tl.constexpr):
     """Compute one block of queries of one head and sequence per program."""
     block, sequence, head = _place(tl.program_id(0), FULL, H)
     first = sequence.to(tl.int64) * length
@@ -87,39 +76,25 @@ def _forward(
     lse += first * H + head
     scale *= LOG2E  # scores to base 2
     if block == FULL:
-        _queries(qkv, out, lse, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+        _queries(qkv, out, lse, FULL * _BLOCK, length, scale, H, D, _TAIL, FULL)
     else:
-        _queries(qkv, out, lse, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
+        _queries(qkv, out, lse, block * _BLOCK, length, scale, H, D, _BLOCK, FULL)
 
 
 @triton.jit
-def _queries(
-    qkv,
-    out,
-    lse,
-    at,
-    length,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    TAIL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _queries(qkv, out, lse, at, length, scale, H: tl.constexpr, D: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr):
     """Compute the output of B queries, from position `at` on."""
     ROW: tl.constexpr = 3 * H * D
     q = load_rows(qkv + at * ROW, length - at, ROW, D, B, False)
     largest = tl.full([B], -1e30, tl.float32)
     total = tl.zeros([B], tl.float32)
     result = tl.zeros([B, D], tl.float32)
-    for j in tl.range(0, FULL, num_stages=STAGES):
-        keys = qkv + j * BLOCK * ROW + H * D
-        result, largest, total = _attend(q, keys, BLOCK, scale, result, largest, total, H, D, BLOCK, True)
-    keys = qkv + FULL * BLOCK * ROW + H * D
-    n = length - FULL * BLOCK
-    result, largest, total = _attend(q, keys, n, scale, result, largest, total, H, D, TAIL, False)
+    for j in tl.range(0, FULL, num_stages=_STAGES):
+        keys = qkv + j * _BLOCK * ROW + H * D
+        result, largest, total = _attend(q, keys, _BLOCK, scale, result, largest, total, H, D, _BLOCK, True)
+    keys = qkv + FULL * _BLOCK * ROW + H * D
+    n = length - FULL * _BLOCK
+    result, largest, total = _attend(q, keys, n, scale, result, largest, total, H, D, _TAIL, False)
     store_rows(out + at * H * D, result / total[:, None], length - at, H * D, D, B)
     positions = tl.arange(0, B)
     tl.store(lse + (at + positions) * H, largest + tl.log2(total), mask=positions < length - at)
@@ -127,18 +102,9 @@ def _queries(
 
 @triton.jit
 def _attend(
-    q,
-    keys,
-    n,
-    scale,
-    result,
-    largest,
-    total,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    q, keys, n, scale, result, largest, total,
+    H: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Return result, running maximum and sum after B more keys and values."""
     k = load_rows(keys, n, 3 * H * D, D, B, WHOLE)
     v = load_rows(keys + H * D, n, 3 * H * D, D, B, WHOLE)
@@ -162,21 +128,7 @@ def _delta(out, d_out, delta, rows, D: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _backward(
-    qkv,
-    lse,
-    delta,
-    d_out,
-    d_qkv,
-    length,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    FULL: tl.constexpr,
-    TAIL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _backward(qkv, lse, delta, d_out, d_qkv, length, scale, H: tl.constexpr, D: tl.constexpr, FULL: tl.constexpr):
     """Compute the gradients of one block of keys, or of one block of queries, per program."""
     of_keys = tl.program_id(0) % 2 == 0
     block, sequence, head = _place(tl.program_id(0) // 2, FULL, H)
@@ -188,68 +140,42 @@ def _backward(
     delta += first * H + head
     if of_keys:
         if block == FULL:
-            _d_keys(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+            _d_keys(qkv, lse, delta, d_out, d_qkv, FULL * _BLOCK, length, scale, H, D, _TAIL, FULL)
         else:
-            _d_keys(qkv, lse, delta, d_out, d_qkv, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
+            _d_keys(qkv, lse, delta, d_out, d_qkv, block * _BLOCK, length, scale, H, D, _BLOCK, FULL)
     else:
         if block == FULL:
-            _d_queries(qkv, lse, delta, d_out, d_qkv, FULL * B, length, scale, H, D, TAIL, B, FULL, TAIL, STAGES)
+            _d_queries(qkv, lse, delta, d_out, d_qkv, FULL * _BLOCK, length, scale, H, D, _TAIL, FULL)
         else:
-            _d_queries(qkv, lse, delta, d_out, d_qkv, block * B, length, scale, H, D, B, B, FULL, TAIL, STAGES)
+            _d_queries(qkv, lse, delta, d_out, d_qkv, block * _BLOCK, length, scale, H, D, _BLOCK, FULL)
 
 
 @triton.jit
 def _d_keys(
-    qkv,
-    lse,
-    delta,
-    d_out,
-    d_qkv,
-    at,
-    length,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    TAIL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    qkv, lse, delta, d_out, d_qkv, at, length, scale,
+    H: tl.constexpr, D: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients of B keys and their values, from position `at` on."""
     ROW: tl.constexpr = 3 * H * D
     k = load_rows(qkv + at * ROW + H * D, length - at, ROW, D, B, False)
     v = load_rows(qkv + at * ROW + 2 * H * D, length - at, ROW, D, B, False)
     d_k = tl.zeros([B, D], tl.float32)
     d_v = tl.zeros([B, D], tl.float32)
-    for i in tl.range(0, FULL, num_stages=STAGES):
-        rows = i * BLOCK
-        d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, BLOCK, scale, H, D, BLOCK, True)
-    rows = FULL * BLOCK
+    for i in tl.range(0, FULL, num_stages=_STAGES):
+        rows = i * _BLOCK
+        d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, _BLOCK, scale, H, D, _BLOCK, True)
+    rows = FULL * _BLOCK
     n = length - rows
-    d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, n, scale, H, D, TAIL, False)
+    d_k, d_v = _add_d_keys(k, v, d_k, d_v, qkv, lse, delta, d_out, rows, n, scale, H, D, _TAIL, False)
     store_rows(d_qkv + at * ROW + H * D, d_k * scale, length - at, ROW, D, B)
     store_rows(d_qkv + at * ROW + 2 * H * D, d_v, length - at, ROW, D, B)
 
 
 @triton.jit
 def _add_d_keys(
-    k,
-    v,
-    d_k,
-    d_v,
-    qkv,
-    lse,
-    delta,
-    d_out,
-    at,
-    n,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    k, v, d_k, d_v, qkv, lse, delta, d_out, at, n, scale,
+    H: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Return d_k and d_v plus the share of B queries from `at` on. Scores are [keys, queries].
 
     Queries that do not exist have a d_out of zeros, so they add zeros.
@@ -268,22 +194,9 @@ def _add_d_keys(
 
 @triton.jit
 def _d_queries(
-    qkv,
-    lse,
-    delta,
-    d_out,
-    d_qkv,
-    at,
-    length,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    TAIL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    qkv, lse, delta, d_out, d_qkv, at, length, scale,
+    H: tl.constexpr, D: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     """Compute the gradient of B queries, from position `at` on."""
     ROW: tl.constexpr = 3 * H * D
     positions = tl.arange(0, B)
@@ -292,30 +205,20 @@ def _d_queries(
     of_queries = tl.load(lse + (at + positions) * H, mask=positions < length - at, other=0.0)
     expected = tl.load(delta + (at + positions) * H, mask=positions < length - at, other=0.0)
     d_q = tl.zeros([B, D], tl.float32)
-    for j in tl.range(0, FULL, num_stages=STAGES):
-        keys = qkv + j * BLOCK * ROW + H * D
-        d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, BLOCK, scale, H, D, BLOCK, True)
-    keys = qkv + FULL * BLOCK * ROW + H * D
-    n = length - FULL * BLOCK
-    d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, n, scale, H, D, TAIL, False)
+    for j in tl.range(0, FULL, num_stages=_STAGES):
+        keys = qkv + j * _BLOCK * ROW + H * D
+        d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, _BLOCK, scale, H, D, _BLOCK, True)
+    keys = qkv + FULL * _BLOCK * ROW + H * D
+    n = length - FULL * _BLOCK
+    d_q = _add_d_queries(q, d_o, of_queries, expected, d_q, keys, n, scale, H, D, _TAIL, False)
     store_rows(d_qkv + at * ROW, d_q * scale, length - at, ROW, D, B)
 
 
 @triton.jit
 def _add_d_queries(
-    q,
-    d_o,
-    of_queries,
-    expected,
-    d_q,
-    keys,
-    n,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    B: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    q, d_o, of_queries, expected, d_q, keys, n, scale,
+    H: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Return d_q plus the share of B keys."""
     k = load_rows(keys, n, 3 * H * D, D, B, WHOLE)
     v = load_rows(keys + H * D, n, 3 * H * D, D, B, WHOLE)

@@ -106,7 +106,8 @@ def test_attention_fits_into_registers_except_the_backward_of_128_tokens(tokens,
     """For sequences of so many tokens, or packed captions of up to so many. stack: of the backward, at most."""
     if tokens > triton_attention.LONGEST:
         kernels = triton_attention_blocks._forward, triton_attention_blocks._backward
-        constants = triton_attention_blocks._LAUNCH | {"FULL": tokens // triton_attention.BLOCK, "H": 16, "D": 64}
+        constants = {"FULL": tokens // triton_attention.BLOCK, "H": 16, "D": 64}
+        constants["num_warps"] = triton_attention_blocks._WARPS
     else:
         kernels = triton_attention._forward, triton_attention._backward
         tile = next(tile for tile in triton_attention.TILES if tile >= tokens)
