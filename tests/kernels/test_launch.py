@@ -59,3 +59,15 @@ def test_a_kernel_is_compiled_once_for_each_kind_of_arguments(monkeypatch):
     (number, grid, features, *rest) = kernel.launched.pop()
     assert (number, grid, rest) == (1, (7, 1, 1), [48, 64, True]) and features is elsewhere
     assert len(kernel.compiled) == len(kinds) + 1
+
+
+@pytest.mark.parametrize("dim", [24, 512, 768, 1024])
+@pytest.mark.parametrize("elements", [2**21, 2**25, 2**27, 2**28])
+def test_chunks_fit_the_workspace_and_use_a_good_part_of_it(dim, elements):
+    """They are bounded, and never cut into needlessly small pieces."""
+    for rows in (1, 1000, 1449, 5000, 11585, 11586, 12000, 17000, 30001, 65536, 10**6):
+        for columns in (rows, 4 * rows):
+            height, width = triton_launch.chunk_shape(rows, columns, dim, elements, 132)
+            assert height % 128 == 0 and width % 256 == 0 and height * width <= elements
+            whole = (rows + 127) // 128 * 128 * ((columns + 255) // 256 * 256)
+            assert height * width >= min(whole, elements) / 4, (rows, columns, height, width)

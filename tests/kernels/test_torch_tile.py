@@ -6,8 +6,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from infcl.kernels import select_tile, torch_tile
 from infcl.kernels.tile import Blocks, Gradients
@@ -48,6 +46,7 @@ def test_tiles_of_rectangular_blocks_equal_the_dense_formulas(rows, columns, mas
     torch.testing.assert_close(gradients.scale, (logits.sigmoid() * (r @ c.T)).sum())
 
 
+@pytest.mark.long
 def test_the_scale_gradient_of_a_large_chunk_is_summed_precisely():
     """Its sixteen million float32 terms lose digits one after another, and what is left cancels with the matches'."""
     sums = []
@@ -61,29 +60,7 @@ def test_the_scale_gradient_of_a_large_chunk_is_summed_precisely():
     torch.testing.assert_close(*sums, rtol=3e-7, atol=0)
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.elements = max([self.elements, *made])
-        return result
-
-
-def test_nothing_larger_than_features_or_workspace_is_made():
-    workspace_bytes = 4 * 4 * 32 * 32
-    for rows in (64, 256):
-        r, c, scale = (t.float() for t in _block(rows, rows, dim=16))
-        blocks = Blocks(r, c, scale, True, workspace_bytes)
-        with _LargestTensor() as largest:
-            statistics = torch_tile.softmax_forward(blocks)
-            torch_tile.softmax_backward(blocks, *statistics, Gradients(*map(torch.zeros_like, blocks[:3])))
-        assert largest.elements <= max(rows * 16, 32 * 32)
-
-
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", TILED_LOSSES)
 def test_bytes_per_row_are_constant(name):
     require_constant_bytes_per_row(name, "torch")

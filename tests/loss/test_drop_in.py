@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infcl import InfCLLoss, RingOptions, SigLipLoss, inf_cl_loss
+from infcl import InfCLLoss, SigLipLoss, inf_cl_loss
 from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.ranks import rejected, run_ranks
@@ -85,14 +85,6 @@ def test_it_is_called_as_open_clips_trainer_calls_its_own(init_logit_bias):
     torch.testing.assert_close(ours, theirs)
     features = model_out["image_features"], model_out["text_features"], model_out["logit_scale"]
     torch.testing.assert_close(InfCLLoss()(*features), open_clip.ClipLoss()(*features))
-
-
-@pytest.mark.parametrize("module", [InfCLLoss, SigLipLoss])
-def test_options_are_those_of_the_ring(module):
-    options = RingOptions(compare_ranks=False, workspace_bytes=1000)
-    assert module(options=options).options == options
-    with pytest.raises(TypeError, match="'rings'"):
-        module(rings="flat")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

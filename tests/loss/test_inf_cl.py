@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from infcl import InfCLLoss, RingOptions, inf_cl_loss
+from infcl import InfCLLoss, inf_cl_loss
 from infcl.loss.contrastive import LOSSES, TILED
-from infcl.loss.inf_cl import ring_backward, ring_forward
-from infcl.loss.inputs import set_up
 from tests.lib.loss_oracle import Case, evaluate, features, oracle, relative_error
 
 GRADIENTS = ("d_images", "d_texts", "d_scale")
@@ -32,23 +30,6 @@ def test_upstream_gradient_multiplies_all_gradients():
     (1024 * InfCLLoss()(images, texts, scale)).backward()
     for name, leaf in zip(GRADIENTS, (images, texts, scale)):
         assert relative_error(leaf.grad, 1024 * getattr(reference, name)) < 1e-5
-
-
-def test_ring_functions_need_no_autograd():
-    images, texts = features("random", 11, 24, torch.float64)
-    scale = torch.tensor(5.0, dtype=torch.float64)
-    setup = set_up("inf_cl", images.requires_grad_(), texts.requires_grad_(), None, RingOptions(workspace_bytes=1000))
-    images, texts = images.detach(), texts.detach()
-    losses, cosines, _ = ring_forward(images, texts, scale, setup)
-    logits = scale * images @ texts.T
-    torch.testing.assert_close(losses[0], logits.logsumexp(1) - logits.diagonal())
-    torch.testing.assert_close(losses[1], logits.logsumexp(0) - logits.diagonal())
-    torch.testing.assert_close(scale * cosines, logits.diagonal())
-    d_logits = (logits.softmax(1) + logits.softmax(0)) / 2 - torch.eye(11)
-    d_rows, d_columns, d_scale = ring_backward(images, texts, scale, losses, cosines, setup)
-    torch.testing.assert_close(d_scale, (d_logits * (images @ texts.T)).sum())
-    torch.testing.assert_close(d_rows, d_logits @ texts)
-    torch.testing.assert_close(d_columns, d_logits.T @ images)
 
 
 @pytest.mark.parametrize("name", LOSSES)

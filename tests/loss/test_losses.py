@@ -14,13 +14,12 @@ from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, global_bat
 from tests.lib.ranks import rejected, run_ranks
 
 FLOAT64 = torch.float64
-CASES = [Case("inf_cl", 17, *case) for case in itertools.product((24, 100, 513, 640), (1.0, 14.3, 100.0))]
+CASES = [Case("inf_cl", 17, *case) for case in ((24, 1.0), (100, 14.3), (513, 100.0))]
 CASES += [
     Case("siglip", 9, dim, scale, bias=bias)
-    for dim in (24, 640)
-    for scale, bias in ((1.0, 0.0), (10.0, -10.0), (100.0, -5.0))
+    for dim, scale, bias in ((24, 1.0, 0.0), (640, 10.0, -10.0), (24, 100.0, -5.0))
 ]
-CASES += [Case(name, 7, 40, scale) for name in ("clip", "open_clip", "disco") for scale in (1.0, 100.0)]
+CASES += [Case(name, 7, 40, 100.0) for name in ("clip", "open_clip", "disco")]
 CASES += [
     Case("info_nce", 7, 24, 20.0, columns=23),
     Case("info_nce", 9, 40, 100.0, columns=13, positives="shared"),
@@ -28,7 +27,6 @@ CASES += [
     Case("info_nce", 1, 24, 5.0),
 ]
 CASES += [
-    Case("nt_xent", 11, 24, 10.0),
     Case("nt_xent", 1, 24, 10.0),
     Case("nt_xent", 7, 40, 100.0),
     Case("nt_xent", 6, 24, 20.0, "equal"),
@@ -38,6 +36,7 @@ CASES += [  # several captions of an image, and hard negatives
     Case("inf_cl", 5, 24, 20.0, columns=10, captions=2),
     Case("inf_cl", 7, 40, 100.0, columns=28, captions=3, duplicates="positive", ids="pairs"),
     Case("inf_cl", 6, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few"),
+    Case("inf_cl", 9, 24, 20.0, columns=9, captions=1, duplicates="mask", ids="pairs"),  # as without captions
     Case("inf_cl", 3, 24, 10.0, columns=6, captions=1),
     Case("inf_cl", 1, 24, 5.0, columns=3, captions=2),
     Case("inf_cl", 9, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few", negatives_have_ids=True),
@@ -45,7 +44,6 @@ CASES += [  # several captions of an image, and hard negatives
 ]
 IDS = [
     Case("", 7, 24, 5.0, "apart", FLOAT64, ids="pairs"),
-    Case("", 13, 40, 100.0, "apart", FLOAT64, ids="few"),
     Case("", 151, 24, 20.0, "apart", FLOAT64, ids="to 300", workspace_bytes=4000),
     Case("", 5, 1000, 100.0, "apart", FLOAT64, ids="one"),
     Case("", 31, 72, 30.0, "apart", ids="few"),
@@ -57,13 +55,12 @@ for case, mode in itertools.product(IDS, ("mask", "positive")):
     queries, documents = (documents, queries) if case.ids == "pairs" else (queries, documents)
     sizes = {"rows": queries, "columns": documents, "positives": "shared"}
     CASES.append(case._replace(name="info_nce", duplicates=mode, kind="random", **sizes))
-for margin in (-0.1, 0.0, 0.1, -2.0):  # from a few entries left out to all negatives
+for margin in (-0.1, 0.1, -2.0):  # from a few entries left out to all negatives
     CASES += [
         Case("inf_cl", 17, 24, 100.0, "random", FLOAT64, margin=margin),
         Case("inf_cl", 9, 24, 100.0, "opposite", FLOAT64, margin=margin),
         Case("inf_cl", 13, 40, 20.0, "apart", FLOAT64, ids="few", duplicates="mask", margin=margin),
         Case("inf_cl", 13, 40, 20.0, "random", FLOAT64, ids="few", duplicates="positive", margin=margin),
-        Case("inf_cl", 6, 24, 10.0, dtype=FLOAT64, columns=18, captions=1, margin=margin),  # hard negatives
         Case("inf_cl", 6, 24, 10.0, columns=18, captions=1, duplicates="mask", ids="few", margin=margin),
         Case("siglip", 9, 40, 10.0, dtype=FLOAT64, bias=-10.0, margin=margin),
         Case("siglip", 9, 40, 10.0, dtype=FLOAT64, bias=-10.0, ids="few", duplicates="positive", margin=margin),
@@ -205,14 +202,6 @@ def test_dense_losses_return_gradients_in_the_features_dtype(name):
     assert relative_error(result.d_images, oracle(case).d_images) < 5e-2
 
 
-def test_one_caption_without_hard_negatives_is_inf_cl():
-    batch = global_batch(Case("inf_cl", 9, 24, 20.0, ids="pairs"))
-    for duplicates in ("negative", "mask", "positive"):
-        options = {"ids": batch.ids, "duplicates": duplicates}
-        ours, expected = (loss(*batch[:2], 20.0, **options) for loss in (captions_loss, inf_cl_loss))
-        torch.testing.assert_close(ours, expected)
-
-
 @pytest.mark.parametrize("name", ["inf_cl", "siglip", "info_nce"])
 @pytest.mark.parametrize("weights", [None, [1, 0, 2.5]])
 def test_a_matryoshka_loss_is_the_mean_of_the_losses_of_normalised_prefixes(name, weights):
@@ -302,11 +291,10 @@ def _differ(rank, world_size):
     group, first = {"group": torch.distributed.group.WORLD}, rank != 1
     images, texts = (side.requires_grad_() for side in features("random", 4, 8))
     locked = texts if first else texts.detach()
-    wide, half = (torch.float32, torch.bfloat16) if first else (torch.float64, torch.float16)
+    half = torch.bfloat16 if first else torch.float16
     masked = {"ids": torch.arange(4), "duplicates": "mask"}
     calls = {
         "[4, 5, 6]": lambda: inf_cl_loss(*features("random", 4 + rank, 8), 1.0, **group),
-        "'torch.float64'": lambda: inf_cl_loss(images.to(wide), texts.to(wide), 1.0, **group),
         "'torch.bfloat16', 'torch.float16'": lambda: inf_cl_loss(images.to(half), texts.to(half), 1.0, **group),
         "same dtype of products": lambda: inf_cl_loss(
             images, texts, 1.0, options=RingOptions(tile_dtype="bf16" if first else "fp16"), **group
@@ -315,13 +303,6 @@ def _differ(rank, world_size):
             images, texts, 1.0, options=RingOptions(tile_dtype="fp32" if first else "tf32"), **group
         ),
         "inf_cl needs the same requires_grad of columns": lambda: inf_cl_loss(images, locked, 1.0, **group),
-        "siglip needs the same requires_grad of columns": lambda: siglip_loss(images, locked, 1.0, 0.0, **group),
-        "info_nce needs the same requires_grad of columns": lambda: info_nce_loss(
-            images, locked, torch.arange(4), 1.0, **group
-        ),
-        "same duplicates='positive'": lambda: inf_cl_loss(
-            images, texts, 1.0, **group, **({} if first else masked | {"duplicates": "positive"})
-        ),
         "same duplicates='mask'": lambda: inf_cl_loss(
             images, texts, 1.0, **group, **(masked if first else masked | {"duplicates": "positive"})
         ),
@@ -340,18 +321,3 @@ def test_ranks_that_differ_are_rejected_on_every_rank():
             assert message is not None and expected in message, (rank, expected, message)
             if "validity" in expected:
                 assert ("positives are in 1..4; this rank's documents are 0..3" in message) == (rank == 1)
-
-
-def test_cross_entropies_of_separated_pairs_are_precise():
-    from infcl.loss.inf_cl import cross_entropies
-
-    others = torch.tensor([-math.inf, 3.0, 10.0, 31.0, 95.0, 1e30, -1e30])
-    matched = torch.tensor([5.0, 3.5, 30.0, 30.0, 30.0, 1e30, 1e30])
-    losses = cross_entropies(others, matched)
-    difference = (others.double() - matched.double()).clamp_min(-1e4)
-    torch.testing.assert_close(losses.double(), F.softplus(difference, threshold=100))
-    torch.testing.assert_close(torch.expm1(-losses).double(), -difference.sigmoid())
-    assert not losses.signbit().any()
-    others = torch.tensor([[-math.inf, 3.0, math.inf, 3.0], [2.0, math.inf, 3.0, math.nan]])
-    for hidden in (math.inf, math.nan):  # a matched logit that is not finite is not hidden
-        assert cross_entropies(others, torch.full((4,), hidden)).isnan().all()
