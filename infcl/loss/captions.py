@@ -15,6 +15,8 @@ Cost: two passes of `info_nce_loss`: matmuls of b x t b and K b x b, and one pas
 Source: SupCon, arXiv 2004.11362, Eq. 2 (several positives); NegCLIP, arXiv 2210.01936 (hard-negative captions).
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,14 +41,12 @@ def captions_loss(
 
     Args:
         image_features, text_features: [b, D] and [t b, D]; the texts of an image are adjacent, its captions first.
-        logit_scale: as in `info_nce_loss`.
+        logit_scale, group, options: as in `info_nce_loss`.
         captions: K, at most t.
-        group: as in `info_nce_loss`.
         ids: int64 [b], at least 0, equal for equal images; or [b, 1 + t - K] with the ids of the hard negatives.
             Without these a hard negative has an id of its own.
         duplicates: role of captions and images of other samples with an equal id; "mask" needs K = 1.
         margin: as in `inf_cl_loss`; the match of an image is its first caption.
-        options: as in `info_nce_loss`.
 
     Returns:
         The loss, 0-dim, float32 or wider.
@@ -72,26 +72,13 @@ def captions_loss(
         of_negatives = -1 - torch.arange(len(negatives), device=device) - len(negatives) * number[:1]
     of_texts = torch.cat([of_images.repeat_interleave(captions), of_negatives])
     first = torch.arange(images, device=device)
+    of_both: Any = {"margin": margin, "group": group, "options": options}
     image_loss = info_nce_loss(
-        image_features,
-        torch.cat([own, negatives]),
-        first * captions,
-        logit_scale,
-        document_ids=of_texts,
-        duplicates="positive" if captions > 1 else duplicates,
-        margin=margin,
-        group=group,
-        options=options,
-    )
+        image_features, torch.cat([own, negatives]), first * captions, logit_scale,
+        document_ids=of_texts, duplicates="positive" if captions > 1 else duplicates, **of_both,
+    )  # fmt: skip
     caption_loss = info_nce_loss(
-        own,
-        image_features,
-        first.repeat_interleave(captions),
-        logit_scale,
-        document_ids=of_images,
-        duplicates=duplicates,
-        margin=margin,
-        group=group,
-        options=options,
-    )
+        own, image_features, first.repeat_interleave(captions), logit_scale,
+        document_ids=of_images, duplicates=duplicates, **of_both,
+    )  # fmt: skip
     return (image_loss + caption_loss) / 2

@@ -41,8 +41,7 @@ def info_nce_loss(
         queries, documents: [q, D] and [d, D]; q and d are the same on all ranks.
         positives: int64 [q], index of each query's document among this rank's documents; queries may share a document.
             All other documents, of this rank and of the others, are negatives.
-        logit_scale: as in `inf_cl_loss`.
-        group: as in `inf_cl_loss`.
+        logit_scale, group: as in `inf_cl_loss`.
         document_ids: int64 [d], equal for documents that answer the same queries. Hard negatives need ids of
             their own: one with the id of its query's positive is no negative.
         duplicates: role of other documents with the id of a query's positive: "negative" (ids are not used), "mask"
@@ -63,20 +62,10 @@ def info_nce_loss(
     if margin is not None and duplicates == "positive" and not in_order:
         raise ValueError(f"info_nce: margin {margin} with duplicates='positive' needs the positives 0, 1, 2, ...")
     setup = set_up(
-        "info_nce",
-        queries,
-        documents,
-        group,
-        options,
-        sizes=("queries", "documents"),
-        ids=document_ids,
-        ids_name="document_ids",
-        duplicates=duplicates,
-        matches=None if in_order else positives,
-        both=False,
-        margin=margin,
-        invalid=invalid,
-    )
+        "info_nce", queries, documents, group, options, sizes=("queries", "documents"),
+        ids=document_ids, ids_name="document_ids", duplicates=duplicates, margin=margin,
+        matches=None if in_order else positives, both=False, invalid=invalid,
+    )  # fmt: skip
     return InfCL.apply(queries, documents, scalar_like(queries, logit_scale), setup)
 
 

@@ -46,16 +46,12 @@ def siglip_loss(
     """Compute the sigmoid loss of the group's global batch.
 
     Args:
-        image_features, text_features: [b, D]; row i of one matches row i of the other; usually L2-normalised.
-        logit_scale: factor of the cosines; float or one element; differentiable.
+        image_features, text_features, logit_scale, group, ids, options: as in `inf_cl_loss`.
         logit_bias: added to the scaled cosines; float or one element; differentiable.
-        group: process group of the ring; None means a single process (rejected when torch.distributed runs several).
-        ids: int64 [b], equal for samples with the same image (or the same text).
         duplicates: entries of different samples with an equal id have the sign -1 ("negative") or +1 ("positive"), or
             are excluded ("mask"); defined in infcl/loss/duplicates.py.
         margin: leave an entry out of the sum if its cosine exceeds that of the row's or the column's match by more
             than this; see `inf_cl_loss`.
-        options: as in `inf_cl_loss`.
 
     Returns:
         The sum of the losses over this rank's rows and all columns, divided by b; 0-dim, float32 (float64 for float64

@@ -338,20 +338,16 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_conv_stem(stem: tuple[tuple[int, int, int], ...], width: int, patch_size: int) -> None:
-    for entry in stem:
-        if len(entry) != 3 or not all(isinstance(value, int) and value > 0 for value in entry):
-            raise ValueError(f"vision_cfg.conv_stem entry {list(entry)} must be [channels, kernel, stride]")
-        _, kernel, stride = entry
-        if kernel < stride or (stride == 1 and kernel % 2 == 0):
-            raise ValueError(
-                f"vision_cfg.conv_stem: kernel {kernel} at stride {stride} cannot cover the image evenly "
-                "(kernel >= stride; odd where the stride is 1)"
-            )
-    strides = math.prod(stride for _, _, stride in stem)
-    if strides != patch_size:
-        raise ValueError(f"vision_cfg.conv_stem: strides multiply to {strides}, patch_size is {patch_size}")
-    if stem[-1][0] != width:
-        raise ValueError(f"vision_cfg.conv_stem: the last entry has {stem[-1][0]} channels, width is {width}")
+    """Raise ValueError unless the convolutions map an image to the grid of its patches without gaps."""
+    covers = all(
+        channels > 0 and kernel >= stride > 0 and (stride > 1 or kernel % 2 == 1) for channels, kernel, stride in stem
+    )
+    if not covers or math.prod(stride for _, _, stride in stem) != patch_size or stem[-1][0] != width:
+        raise ValueError(
+            f"vision_cfg.conv_stem {[list(entry) for entry in stem]}: entries are [channels, kernel, stride], kernel "
+            f">= stride (odd where the stride is 1); strides must multiply to patch_size {patch_size}, the last "
+            f"entry must have width {width} channels"
+        )
 
 
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from infcl.config import BatchPlan
 from tests.lib.fp16 import fp16_allowed
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import worst_error, worst_update_error
-from tests.lib.tensor_parallel import LAYOUTS, LR, global_batch, layout, new_model, oracle, settings, train_steps
+from tests.lib.tensor_parallel import LR, global_batch, layout, new_model, oracle, settings, train_steps
 
 STEPS = 3
 
@@ -21,8 +21,6 @@ OPTIONS = [  # (T, D, preset, flags)
     (2, 2, "zero1", {"pack_captions": "on"}),
     (4, 1, "zero3", {"pack_captions": "on"}),
     pytest.param(2, 1, "zero3", {"compile_blocks": "on"}, marks=pytest.mark.slow),
-    pytest.param(2, 1, "zero1", {"compile_blocks": "on"}, marks=pytest.mark.slow),
-    pytest.param(2, 2, "zero2", {"compile_blocks": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 2, "zero1", {"compile_blocks": "on", "pack_captions": "on"}, marks=pytest.mark.slow),
     pytest.param(2, 2, "zero0", {"compile_blocks": "on", "grad_checkpointing": True}, marks=pytest.mark.slow),
 ]
@@ -38,15 +36,10 @@ def steps_of(rank, world_size, size, preset, flags):
     return *values, full_weights(engine, keep=True)
 
 
-QUICK = {(2, 2): (0, 1, 2, 3), (2, 1): (0, 3), (4, 1): (0,), (1, 2): (1,)}  # the others take as long again
-CASES = [
-    pytest.param(*ranks, f"zero{stage}", marks=() if stage in QUICK[ranks] else pytest.mark.slow)
-    for ranks in LAYOUTS
-    for stage in ((0, 3) if ranks[1] == 1 else range(4))  # over one data-parallel rank 1 and 2 are run as 0
-]
+CASES = [(2, 1, "zero3"), *((2, 2, f"zero{stage}") for stage in range(4)), (4, 1, "zero0")]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("size", "copies", "preset"), CASES)
 def test_three_steps_equal_the_single_process_ones(size, copies, preset):
     check(run_ranks(steps_of, size * copies, size, preset, {}), copies)
@@ -60,9 +53,7 @@ def test_packed_and_compiled_steps_equal_them_too(size, copies, preset, flags):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(
-    ("preset", "precision"), [("zero1", "bf16"), ("zero2_bf16", "bf16"), ("zero3", "bf16"), ("zero1", "amp_bf16")]
-)
+@pytest.mark.parametrize(("preset", "precision"), [("zero1", "bf16"), ("zero3", "bf16"), ("zero1", "amp_bf16")])
 def test_steps_in_bf16_follow_within_its_rounding(preset, precision):
     """FP32 master weights start unrounded; activations are rounded to 8 bits, in parts and in sums of parts.
     Each step's rounding moves the parameters that the next one starts from. Seen: 5.2e-2 of a parameter's
@@ -88,15 +79,13 @@ def fp16_flags(path, stage: int) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("size", "copies", "stage"), [(2, 2, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow), (2, 2, 3)]
-)
-def test_fp16_parameters_follow_within_their_rounding(size, copies, stage, tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_parameters_follow_within_their_rounding(stage, tmp_path):
     """The norms, and so the clip, are those of gradients that no loss scale multiplies. Seen: 7e-3, 8e-3 of a norm
     and of a parameter's update."""
-    expected_losses, expected_norms, expected_tower_norms, expected_state = oracle(copies, STEPS)
+    expected_losses, expected_norms, expected_tower_norms, expected_state = oracle(2, STEPS)
     flags = fp16_flags(tmp_path / "preset.json", stage)
-    for losses, norms, tower_norms, state in run_ranks(steps_of, size * copies, size, "", flags):
+    for losses, norms, tower_norms, state in run_ranks(steps_of, 4, 2, "", flags):
         assert losses == pytest.approx(expected_losses, rel=2e-3)
         assert norms == pytest.approx(expected_norms, rel=2e-2)
         for got, wanted in zip(tower_norms, expected_tower_norms):
@@ -137,8 +126,7 @@ def steps_of_which_two_are_poisoned(rank, world_size, size, preset, flags):
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("preset", "precision"),
-    [("zero1", "bf16"), ("zero0", "fp32"), ("zero3_offload", "fp32"), ("zero2_bf16", "bf16"), ("zero3", "bf16")]
-    + [(stage, "fp16") for stage in (1, 2, 3)],
+    [("zero1", "bf16"), ("zero0", "fp32"), ("zero3_offload", "fp32"), ("zero3", "bf16"), (1, "fp16"), (3, "fp16")],
 )
 def test_what_is_not_finite_on_a_later_tensor_parallel_rank_skips_the_step_on_all(preset, precision, tmp_path):
     """A norm counts a whole parameter on tensor-parallel rank 0 only."""

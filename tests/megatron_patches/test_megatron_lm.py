@@ -151,19 +151,16 @@ def times_1024(loss):
 MEAN, PER_TOKEN, SCALED = {}, {"calculate_per_token_loss": True}, {"grad_scale_func": times_1024}
 CASES = [
     (1, 2, False, MEAN),
+    (1, 2, False, PER_TOKEN),
     (1, 2, True, PER_TOKEN),
     (1, 2, True, SCALED),
     (2, 1, True, MEAN),
     (2, 2, True, PER_TOKEN),
 ]
-SLOW_CASES = [(1, 1, True, MEAN), (1, 2, False, PER_TOKEN), (2, 2, False, MEAN), (2, 2, True, MEAN)]
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize(
-    ("size", "copies", "shared", "config"),
-    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES],
-)
+@pytest.mark.first(3)
+@pytest.mark.parametrize(("size", "copies", "shared", "config"), CASES)
 def test_gradients_are_those_of_the_global_loss(size, copies, shared, config):
     """Times the loss scale of Megatron's optimizer, which divides by it."""
     expected_loss, expected = reference(copies, shared)
