@@ -69,19 +69,6 @@ def test_features_are_float32_unit_vectors_in_every_parameter_dtype(dtype, pixel
     assert out["logit_scale"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_gives_float32_features_and_finite_gradients(dtype):
-    model = build()
-    images, texts = batch()
-    with torch.autocast("cpu", dtype=dtype):
-        out = model(images, texts)
-    assert out["image_features"].dtype == out["text_features"].dtype == torch.float32
-    torch.testing.assert_close(out["image_features"].norm(dim=1), torch.ones(5))
-    (out["image_features"] * out["text_features"]).sum().backward()
-    expected = surrogate_gradients(build(), images, texts)
-    assert all(model.get_parameter(name).grad.isfinite().all() for name in expected)
-
-
 def test_normalisation_of_pixels_is_open_clips_and_survives_a_cast_of_the_model():
     images, _ = batch()
     mean, std = torch.tensor(IMAGE_MEAN).view(3, 1, 1), torch.tensor(IMAGE_STD).view(3, 1, 1)
@@ -254,14 +241,10 @@ def test_overrides_replace_what_is_given_and_are_validated():
         cfg.with_overrides(image_size=63)
 
 
-def test_errors_of_a_config_file_name_the_file(tmp_path):
-    path = tmp_path / "broken.json"
-    path.write_text('{"embed_dim": 8, "vision_cfg": {"depth": 3}, "text_cfg": {}}')
-    with pytest.raises(ValueError, match=r"broken\.json: unknown key 'vision_cfg\.depth'"):
-        load_model_config(path)
-    path.write_text('{"embed_dim": 8}')
+def test_a_missing_section_and_an_unknown_name_are_reported(tmp_path):
+    (tmp_path / "broken.json").write_text('{"embed_dim": 8}')
     with pytest.raises(ValueError, match=r"broken\.json: vision_cfg is missing"):
-        load_model_config(path)
+        load_model_config(tmp_path / "broken.json")
     with pytest.raises(ValueError, match="no model 'ViT-Z-1'.*ViT-L-14"):
         load_model_config("ViT-Z-1")
 
