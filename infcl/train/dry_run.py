@@ -73,13 +73,13 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     return "\n".join([*lines, ""])
 
 
-def _host_table(run: Setting, config: TrainConfig, ranks: int, *, free: float | None = None) -> list[str]:
-    """Return lines about the host memory of a rank and of the `ranks` on its node; `free`: bytes, None: measured."""
+def _host_table(run: Setting, config: TrainConfig, ranks: int) -> list[str]:
+    """Return lines about the host memory of a rank and of the `ranks` on its node."""
     planned, pixels = run, " (--pixel-cache-gb gpu: they are in the device's)" if run.pixels == "device" else ""
     if config.pixel_cache_gb == "auto":
-        free = available_host_bytes() if free is None else free
         others = ranks * sum(host_parts(run.with_(pixel_bytes=0.0)).values())
-        planned = run.with_(pixel_bytes=min(run.pixel_bytes, auto_budget(free - others, ranks)))
+        budget = auto_budget(available_host_bytes() - others, ranks)
+        planned = run.with_(pixel_bytes=min(run.pixel_bytes, budget))
         pixels = " (auto: of what is free now)"
     parts = host_parts(planned)
     width = max(map(len, parts))

@@ -1,5 +1,6 @@
 """Storage that is gone or loses power, when a checkpoint is written."""
 
+import errno
 import os
 import re
 import shutil
@@ -17,10 +18,15 @@ from tests.lib.ranks import run_ranks
 
 
 def failed_saves(rank, world_size, folder) -> list[str]:
-    """Return what is reported of two checkpoints that fail on rank 1, for want of memory and of a folder; a third one
-    is written."""
+    """Return what is reported of three checkpoints, which fail for want of memory and of a folder on rank 1, and of
+    room for the renamed folder on rank 0; a fourth one is written."""
     run, write, problems = RunFolder(folder / "run"), checkpoint_writer._write_tensors, []
-    writer = writer_on(run, rank, world_size)
+    writer, replace = writer_on(run, rank, world_size), os.replace
+
+    def replace_or_fail(source, target):
+        if Path(target).name == "step_00000003":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        replace(source, target)
 
     def write_or_fail(path, *content):
         if rank == 1 and "step_00000001" in str(path):
@@ -30,18 +36,21 @@ def failed_saves(rank, world_size, folder) -> list[str]:
     with (
         mock.patch.object(checkpoint_writer, "_own_tensors", lambda *_: {}),
         mock.patch.object(checkpoint_writer, "_write_tensors", write_or_fail),
+        mock.patch("os.replace", replace_or_fail),
     ):
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 4):
             writer.run = RunFolder(folder / "unmounted" / "run") if (rank, step) == (1, 2) else run
             writer.begin(step, {})
-            assert (writer.publish() is None) == (step < 3)
+            assert (writer.publish() is None) == (step < 4)
             problems.append(writer.problem)
-    assert not (folder / "unmounted").exists() and writer.failed == 2 and writer.failed_in_a_row == 0
-    return problems[:2]
+    assert not (folder / "unmounted").exists() and writer.failed == 3 and writer.failed_in_a_row == 0
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_00000004"]
+    return problems[:3]
 
 
 def test_an_error_of_any_kind_on_one_host_reaches_all_ranks_with_its_name(tmp_path):
     reported = [f"rank 1 on worker-2: {error}" for error in ("MemoryError: no 8 GB", "No such file or directory")]
+    reported.append("Disk quota exceeded")
     assert run_ranks(failed_saves, 2, tmp_path) == [reported, reported]
 
 
