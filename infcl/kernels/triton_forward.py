@@ -62,7 +62,7 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
     Columns are processed in chunks. The partial sums of a chunk, [column blocks, r] and [splits, columns], each fit
     into the workspace, or have one block or split. With several chunks they are summed after each one: m = n = 1.
     """
-    rows, columns, groups = blocks.rows, blocks.columns, blocks.groups
+    rows, columns = blocks.rows, blocks.columns
     options = launch_options(_LAUNCH, blocks)
     row_operand, column_operand = aligned(rows), aligned(columns)
     num_rows, num_columns = len(rows), len(columns)
@@ -86,25 +86,12 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
         launch(
             _tile_sums_kernel,
             tiles * splits,
-            rows_desc,
-            columns_desc,
-            blocks.scale,
-            reference,
-            row_partial,
-            col_partial,
-            *ids_and_limits(groups, blocks.limits, blocks.scale),
-            num_rows,
-            num_columns,
-            width,
-            first,
-            splits,
-            triton.cdiv(row_tiles, splits),
-            DIM=walked_dim(row_operand, options),
-            MASKED=blocks.masked,
-            EDGE=num_columns % options["BLOCK_N"] != 0,
-            **leaves_out(blocks),
-            **options,
-        )
+            rows_desc, columns_desc, blocks.scale, reference, row_partial, col_partial,
+            *ids_and_limits(blocks.groups, blocks.limits, blocks.scale),
+            num_rows, num_columns, width, first, splits, triton.cdiv(row_tiles, splits),
+            DIM=walked_dim(row_operand, options), MASKED=blocks.masked, EDGE=num_columns % options["BLOCK_N"] != 0,
+            **leaves_out(blocks), **options,
+        )  # fmt: skip
         if chunks > 1:
             row_sums += row_partial[:tiles].sum(0)
             done = col_sums[0, first * options["BLOCK_N"] :][:width]

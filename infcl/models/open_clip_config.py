@@ -268,12 +268,10 @@ def import_open_clip(needed_by: str) -> Any:
     """
     try:
         return importlib.import_module("open_clip")
-    except ImportError as error:
-        raise ValueError(f"{needed_by} needs open_clip: pip install open_clip_torch ({error})") from error
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         raise ValueError(
-            f"{needed_by} needs open_clip, which cannot be imported ({error}): install the torchvision that was built "
-            f"for torch {torch.__version__}"
+            f"{needed_by} needs open_clip, which cannot be imported ({error}): pip install open_clip_torch, and "
+            f"install the torchvision that was built for torch {torch.__version__}"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Peak memory of a computation, counted from every tensor that an operation makes."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -66,12 +67,24 @@ def require_constant_bytes_per_row(name: str, tile: str, device: str = "cpu") ->
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors made under it that are there at once."""
+    """The most bytes of tensors made under it that are there at once.
+
+    The garbage collector is off under it, since what it frees depends on all objects that were made before.
+    """
 
     def __init__(self):
         super().__init__()
         self.there: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
+
+    def __enter__(self):
+        gc.collect()
+        gc.disable()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        gc.enable()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
         result = function(*arguments, **(kwargs or {}))

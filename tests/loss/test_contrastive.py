@@ -90,6 +90,14 @@ def test_a_fixed_shape_is_compared_once_and_a_change_is_rejected_with_the_number
 
 
 @pytest.mark.parametrize("name", LIBRARY)
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(name):
+    pairs = [side.requires_grad_() for side in features("random", 5, 24)]
+    value = LIBRARY[name](*pairs, group=None)
+    first = [gradient.clone() for gradient in torch.autograd.grad(value, pairs, retain_graph=True)]
+    assert all(map(torch.equal, first, torch.autograd.grad(value, pairs)))
+
+
+@pytest.mark.parametrize("name", LIBRARY)
 def test_a_checkpoint_around_a_loss_computes_it_again(name):
     """torch.utils.checkpoint and save_on_cpu give what was saved to whoever reads it once."""
     plain, again = [], []
