@@ -69,7 +69,10 @@ class TableReader:
 
     keys = DEFAULT_KEYS
     warnings = ()
-    if_empty = "a table has a line of column names, then a line for each image; a .jsonl a line with an image each"
+    if_empty = (
+        "a table has a line of column names, then a line for each image; "
+        'a .jsonl lines like {"image": "a.jpg", "caption": "..."}'
+    )
 
     def __init__(
         self,

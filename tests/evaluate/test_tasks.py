@@ -106,6 +106,17 @@ def test_no_more_than_the_first_samples_are_tried(tmp_path, one_rank, monkeypatc
         late.check()
 
 
+def test_an_image_with_a_label_of_no_class_is_skipped_and_counted(tmp_path, one_rank):
+    members = [
+        (f"{i}.{kind}", data) for i in range(4) for kind, data in (("png", encode(picture(i))), ("cls", b"%d" % i))
+    ]
+    write_tar(tmp_path / "0.tar", members)
+    task = ZeroShotTask(of(str(tmp_path / "0.tar")), **of_files(tmp_path))
+    task.check()
+    samples = task.source()
+    assert len(list(task._usable(samples))) == 2 and samples.skipped == {"other_class": 2}
+
+
 def test_folders_of_no_class_are_rejected_before_an_image_is_read(tmp_path):
     options = of_files(tmp_path)
     (tmp_path / "set" / "bird").mkdir(parents=True)
