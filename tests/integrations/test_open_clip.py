@@ -66,7 +66,7 @@ def train(rank: int, world_size: int, folder: str, ours: bool, flags: tuple[str,
         return {key.removeprefix("module."): value for key, value in saved["state_dict"].items()}
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ("--siglip",)])
 def test_twenty_steps_equal_those_of_its_own_loss(tmp_path, flags):
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL | ({"init_logit_bias": -10} if flags else {})))

@@ -48,7 +48,7 @@ def plain(demo_folder, model, tmp_path_factory):
 READ_TWICE_AND_PACKED = {"pixel_cache_gb": "0", "pack_captions": "on"}
 
 
-@pytest.mark.first(1)
+@pytest.mark.long  # the first look has the steps of test_megatron_engine
 @pytest.mark.parametrize(
     ("size", "copies", "flags"),
     [

@@ -63,6 +63,7 @@ def test_data_without_images_ends_a_rank_with_one_line_and_the_code_of_bad_data(
     assert ended.stderr.count(message) == 1
 
 
+@pytest.mark.long
 def test_storage_that_fails_at_the_end_ends_the_run_with_one_line_and_a_code_of_its_own(demo_folder, tmp_path):
     (tmp_path / "run" / "export" / "open_clip_model.safetensors").mkdir(parents=True)
     arguments = command(demo_folder, tmp_path, "--steps", "1", "--workers", "0", "--device", "cpu")

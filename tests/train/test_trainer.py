@@ -128,6 +128,7 @@ def fit_with_lost_saves(rank, world_size, config, lost):
     return ""
 
 
+@pytest.mark.long
 def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_does_not(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, batch_size=4, steps=8, save_every_n_steps=1, accum_freq=1)
     for ended in run_ranks(fit_with_lost_saves, 2, config, {2, 4, 5, 6}):
