@@ -136,9 +136,7 @@ def join_all(
     store.add("have read", 1)
     if "ranks" in found:
         return nodes_of(found["ranks"])
-    deadline = (
-        time.monotonic() + READING
-    )  # rank 0 serves the store, so it exits after the other ranks have read the answer
+    deadline = time.monotonic() + READING  # rank 0 serves the store, so it exits last
     while rank == 0 and store.add("have read", 0) < world_size and time.monotonic() < deadline:
         time.sleep(0.1)
     raise ValueError(found["ValueError"]) if "ValueError" in found else RuntimeError(found["RuntimeError"])

@@ -20,6 +20,7 @@ from infcl.kernels import select_tile, torch_tile
 from infcl.kernels.tile import Blocks, Gradients
 from infcl.loss.inputs import rounded_to_tf32
 from tests.lib.checkout import ROOT
+from tests.lib.interpreter import replace_language_once
 from tests.lib.live_bytes import TILED_LOSSES, require_constant_bytes_per_row
 from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, oracle, relative_error
 
@@ -365,8 +366,7 @@ def test_memory_is_the_workspace_plus_a_slope_in_the_rows():
 
 
 if __name__ == "__main__":
-    import tests.lib.interpreter  # noqa: F401
-
+    replace_language_once()
     for check in CHECKS:
         check("cpu", [getattr(torch, name) for name in sys.argv[1:]])
         print(check.__name__, "passed")

@@ -201,7 +201,7 @@ def check_graphs() -> None:
 
 def run(code: str) -> subprocess.CompletedProcess:
     environ = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", f"import tests.lib.interpreter; {code}"]
+    command = [sys.executable, "-c", f"from tests.lib import interpreter; interpreter.replace_language_once(); {code}"]
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
 
 
