@@ -5,7 +5,8 @@
 A plan is a JSON list of settings; a list as a value stands for one run per entry. Keys: batch, lr ("best": that of
 the best finished run with "tune" at this batch and loss), warmup (share of the steps), samples or steps, treatment
 (negative, mask or positive: other samples with the same caption), loss, seed, start ({...}: settings of a run whose
-weights this one starts from), model, train (files of DATA/train), micro, minutes (a run that is given this long).
+weights this one starts from), teacher (likewise, of a run to distil), flags (text: further flags of pretrain_clip.py),
+model, train (files of DATA/train), micro.
 
 Each run is `pretrain_clip.py` itself. Rows of finished runs are appended to LOGS/rows.csv and skipped the next time;
 a run that --minutes cuts off saves a checkpoint and is resumed the next time.
@@ -22,6 +23,8 @@ import itertools
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -39,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEFAULTS = {
     "samples": 16 * 262144, "warmup": 0.1, "treatment": "negative", "loss": "inf_cl", "seed": 0, "model": "ViT-Ti-8",
-    "train": "", "micro": 4096, "start": None, "tune": False,
+    "train": "", "micro": 4096, "start": None, "teacher": None, "flags": "", "tune": False,
 }  # fmt: skip
 SCORES = ("image_to_text_r1", "image_to_text_r5", "text_to_image_r1", "text_to_image_r5")
 POINTS = 200  # of a curve
@@ -79,6 +82,8 @@ def name_of(run: dict) -> str:
     parts += [run["model"]] if run["model"] != DEFAULTS["model"] else []
     parts += [run["train"].partition("-")[0]] if run["train"] else []
     parts += [f"from{run['start']['batch']}"] if run["start"] else []
+    parts += [f"taught{run['teacher']['batch']}"] if run["teacher"] else []
+    parts += [re.sub(r"[^\w.]+", "-", run["flags"]).strip("-")] if run["flags"] else []
     return "-".join([*parts, f"s{run['seed']}"])
 
 
@@ -158,17 +163,18 @@ class Study:
                 return None
             best = max(known, key=lambda row: float(row["score"]))
             run = run | {"lr": float(best["lr"]), "warmup": float(best["warmup"])}
-        if run["start"]:
-            start = self._resolve(DEFAULTS | run["start"] | {"seed": run["seed"]})
-            if start is None:
-                return None
-            name = name_of(start)
-            if not (self.args.logs / name / "summary.json").is_file():  # its row may be of another machine
-                if name not in self.busy and name not in self.failed and start not in self.pending:
-                    self.rows.pop(name, None)
-                    self.pending.insert(0, start)
-                return None
-            run = run | {"start": start | {"name": name}}
+        for key in ("start", "teacher"):
+            if run[key]:
+                first = self._resolve(DEFAULTS | {"seed": run["seed"]} | run[key])
+                if first is None:
+                    return None
+                name = name_of(first)
+                if not (self.args.logs / name / "summary.json").is_file():  # its row may be of another machine
+                    if name not in self.busy and name not in self.failed and first not in self.pending:
+                        self.rows.pop(name, None)
+                        self.pending.insert(0, first)
+                    return None
+                run = run | {key: first | {"name": name}}
         return run
 
     def _train(self, run: dict, name: str, slot: int) -> bool:
@@ -186,7 +192,9 @@ class Study:
         command += ["--duplicates", f"{run['treatment']}:caption"]
         command += ["--logs", str(self.args.logs), "--name", name, "--resume", "latest"]
         command += ["--device", "cuda" if self.args.gpus else "cpu", "--log-every-n-steps", max(1, steps // 20)]
-        command += ["--pretrained", str(self.args.logs / run["start"]["name"])] if run["start"] else []
+        command += ["--pretrained", self.args.logs / run["start"]["name"]] if run["start"] else []
+        command += ["--distill-model", self.args.logs / run["teacher"]["name"]] if run["teacher"] else []
+        command += shlex.split(run["flags"])
         environment = {"OMP_NUM_THREADS": "2"} | os.environ
         environment |= {"CUDA_VISIBLE_DEVICES": str(slot % self.args.gpus) if self.args.gpus else ""}
         started = time.monotonic()
@@ -220,7 +228,8 @@ class Study:
         warm = records[min(3, len(records) - 1) :]
         loss = statistics.mean(r["loss"] for r in tail if "loss" in r)
         row = {"name": name, **{key: run.get(key) for key in ("batch", "lr", "warmup", "treatment", "loss", "seed")}}
-        row |= {"tune": run["tune"], "start": run["start"]["name"] if run["start"] else "", "model": run["model"]}
+        row |= {key: run[key]["name"] if run[key] else "" for key in ("start", "teacher")}
+        row |= {"tune": run["tune"], "flags": run["flags"], "model": run["model"]}
         row |= {"train": run["train"], "micro": min(run["micro"], run["batch"]), "steps": summary["steps"]}
         row |= {"samples": summary["samples_seen"], "final_loss": round(loss, 5), "ln_batch": round(chance, 5)}
         row |= {"score": scores["score"], **scores}
