@@ -64,11 +64,14 @@ _LAUNCH = {
 def softmax_backward(blocks: Blocks, row_lse: Tensor, col_lse: Tensor | None, gradients: Gradients) -> None:
     """Compute torch_tile.softmax_backward for rows and columns in bf16, fp16 or f32; the gradients are f32.
 
-    For the loss of the rows only, col_lse is inf, so the columns' exponentials vanish, and the result is doubled.
+    For the loss of the rows only, col_lse is inf, so the columns' exponentials vanish, and the result is doubled. The
+    columns' limits then leave out every entry: far above its row's LSE, an entry would be inf * 0.
     """
     shift, count = middle(row_lse, row_lse if col_lse is None else col_lse), 1
     if col_lse is None:
         col_lse, count = torch.full_like(blocks.columns[:, 0], math.inf, dtype=row_lse.dtype), 2
+        if blocks.limits is not None:
+            blocks = blocks._replace(limits=blocks.limits._replace(columns=-col_lse))
     sums = _accumulate(blocks, row_lse, col_lse, shift, gradients, count)
     gradients.scale.add_(sums[0], alpha=count)
 

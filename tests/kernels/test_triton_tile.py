@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -210,6 +211,16 @@ def check_other_losses_and_ids(device, dtypes):
         _check_losses(device, 150, 40, dtype, 2**14)
     if torch.float32 in dtypes:
         _check_losses(device, 70, 24, torch.float32, 2**20, "opposite")  # statistics are repaired
+
+
+def check_entries_far_above_their_match_leave_nothing_behind(device, dtypes):
+    """A margin leaves out all negatives, whose exponentials relative to the match overflow."""
+    for dtype in dtypes:
+        images = features("random", 70, 40, dtype)[0].to(device)
+        for loss in (inf_cl_loss, partial(info_nce_loss, positives=torch.arange(70, device=device))):
+            sides = images.clone().requires_grad_(), (-images).requires_grad_()
+            value = loss(*sides, logit_scale=100.0, margin=0.0, options=TRITON)
+            assert value == 0 and not any(gradient.any() for gradient in torch.autograd.grad(value, sides)), dtype
 
 
 def check_distillation(device, dtypes):
