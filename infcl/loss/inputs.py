@@ -82,7 +82,7 @@ class Setup(NamedTuple):
             cosines: matched logits / scale, [r]; None without a margin.
         """
         ids = [] if self.duplicates is None else [self.duplicates.columns]
-        return ids + ([self._limits(cosines)] if self.margin is not None and self.both else [])
+        return ids + ([limits_of(cosines, self.margin)] if self.margin is not None and self.both else [])
 
     def entries(
         self, block: Tensor, its: Sequence[Tensor], cosines: Tensor | None, weights: Tensor | None = None
@@ -100,19 +100,20 @@ class Setup(NamedTuple):
             (ids, *its) = its
             groups = self.duplicates.groups(ids, weights)
         if self.margin is not None:
-            own = self._limits(cosines)
+            own = limits_of(cosines, self.margin)
             limits = Limits(own, its[0] if self.both else own.new_full((len(block),), math.inf))
         return groups, limits
-
-    def _limits(self, cosines: Tensor | None) -> Tensor:
-        """Return the largest cosines that count; those that equal the limit up to rounding count."""
-        assert self.margin is not None and cosines is not None, "a margin is relative to the matches"
-        rounding = _ROUNDINGS * torch.finfo(cosines.dtype).eps * cosines.abs().clamp(min=1)
-        return cosines + self.margin + rounding
 
     def operands(self, *features: Tensor) -> list[Tensor]:
         """Return the features as operands of the tile."""
         return [as_operand(one, self.tile) for one in features]
+
+
+def limits_of(cosines: Tensor | None, margin: float) -> Tensor:
+    """Return the largest cosines that count, from those of the matches; equal ones up to rounding count."""
+    assert cosines is not None, "a margin is relative to the matches"
+    rounding = _ROUNDINGS * torch.finfo(cosines.dtype).eps * cosines.abs().clamp(min=1)
+    return cosines + margin + rounding
 
 
 def set_up(

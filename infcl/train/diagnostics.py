@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infcl.config.precision import Precision
+from infcl.loss.inputs import limits_of
 from infcl.models.config import ModelConfig
 from infcl.models.flops import forward_flops
 
@@ -80,6 +81,7 @@ class SampledLoss:
 
     Args:
         margin: also compute the share of negatives that --false-negative-margin leaves out.
+        sigmoid: an entry has one term, which either of its limits leaves out.
         distills: also compute the distillation loss, of calls with a teacher.
 
     Attributes:
@@ -92,28 +94,34 @@ class SampledLoss:
     )  # fmt: skip
 
     def __init__(
-        self, loss: Callable[..., torch.Tensor], rows: int, margin: float | None = None, distills: bool = False
+        self,
+        loss: Callable[..., torch.Tensor],
+        rows: int,
+        margin: float | None = None,
+        sigmoid: bool = False,
+        distills: bool = False,
     ):
-        self.loss, self.rows, self.margin = loss, min(rows, MAX_SAMPLE_ROWS), margin
+        self.loss, self.rows, self.margin, self.sigmoid = loss, min(rows, MAX_SAMPLE_ROWS), margin, sigmoid
         if margin is not None:
             self.names = *self.names, "micro_left_out_share"
         if distills:
             self.names = *self.names, "micro_distillation_loss"
 
     def __call__(
-        self, image_features, text_features, logit_scale, logit_bias=None, *, teacher=None, **ids
+        self, image_features, text_features, logit_scale, logit_bias=None, *, teacher=None, ids=None
     ) -> torch.Tensor:
         first_texts = text_features[:: len(text_features) // len(image_features)]  # an image may have several texts
         sample = image_features[: self.rows], first_texts[: self.rows]
         self.values = micro_batch_metrics(*sample, logit_scale)
         if self.margin is not None:
-            self.values = torch.cat([self.values, left_out_share(*sample, self.margin)])
+            of_sample = None if ids is None else ids.view(len(ids), -1)[: self.rows, 0]
+            share = left_out_share(*sample, self.margin, ids=of_sample, sigmoid=self.sigmoid)
+            self.values = torch.cat([self.values, share])
         if teacher is not None:
             images, texts, scale = teacher
             their_sample = images[: self.rows], texts[: self.rows], scale
             self.values = torch.cat([self.values, divergence(*sample, logit_scale, *their_sample)])
-            ids["teacher"] = teacher
-        return self.loss(image_features, text_features, logit_scale, logit_bias, **ids)
+        return self.loss(image_features, text_features, logit_scale, logit_bias, ids=ids, teacher=teacher)
 
 
 @torch.no_grad()
@@ -138,13 +146,25 @@ def micro_batch_metrics(
 
 
 @torch.no_grad()
-def left_out_share(image_features: torch.Tensor, text_features: torch.Tensor, margin: float) -> torch.Tensor:
-    """Return the mean share of negatives that the margin leaves out of the rows and of the columns, [1] f32."""
+def left_out_share(
+    image_features: torch.Tensor,
+    text_features: torch.Tensor,
+    margin: float,
+    *,
+    ids: torch.Tensor | None = None,
+    sigmoid: bool = False,
+) -> torch.Tensor:
+    """Return the share of negatives that the margin leaves out, [1] f32: the mean of rows and columns of a softmax.
+
+    Entries whose row and column share an id, int64 [m], are no negatives.
+    """
     cosines = image_features.float() @ text_features.float().T  # [m, m]
-    limits = cosines.diagonal() + margin
-    count = len(cosines) * max(1, len(cosines) - 1)
-    beyond = (cosines > limits[:, None]).float() + (cosines > limits).float()
-    return (beyond.fill_diagonal_(0).sum() / (2 * count)).view(1)
+    limits = limits_of(cosines.diagonal(), margin)
+    ids = torch.arange(len(cosines), device=cosines.device) if ids is None else ids
+    negatives = ids[:, None] != ids
+    beyond = torch.stack([cosines > limits[:, None], cosines > limits])
+    beyond = beyond.any(0, keepdim=True) if sigmoid else beyond
+    return ((beyond & negatives).sum() / (len(beyond) * negatives.sum()).clamp(min=1)).view(1)
 
 
 @torch.no_grad()

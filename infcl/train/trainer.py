@@ -128,6 +128,7 @@ class Trainer:
             self.loss,
             rows=self.batch.micro_batch_size,
             margin=self.config.false_negative_margin,
+            sigmoid=self.config.loss == "siglip",
             distills=self.teacher is not None,
         )
         self.mfu = utilisation(self.model_config, parallel.device, spec.precision, trained_shares(module))

@@ -51,7 +51,7 @@ def test_the_sample_has_the_losses_and_the_accuracy_of_its_rows():
 
 def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():
     images, texts, scale = features(9).requires_grad_(), features(9, seed=1), torch.tensor(5.0)
-    sampled = SampledLoss(lambda image, text, scale, bias: (image * text).sum() * scale, rows=4)
+    sampled = SampledLoss(lambda image, text, scale, bias, **given: (image * text).sum() * scale, rows=4)
     value = sampled(images, texts, scale)
     assert value.item() == pytest.approx(((images * texts).sum() * 5).item())
     assert torch.equal(sampled.values, micro_batch_metrics(images[:4], texts[:4], scale))
@@ -143,8 +143,14 @@ def test_peaks_by_device_name():
     assert peak_flops("NVIDIA H200", PRECISIONS["fp32"]) is None
 
 
-def test_the_share_left_out_is_the_mean_of_rows_and_columns():
+def test_the_share_left_out_is_that_of_the_losses():
+    """Of a softmax the mean of rows and columns, of a sigmoid the union; duplicates and equal cosines do not count."""
     texts = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
     images = torch.tensor([[0.8, 0.6], [0.8, 0.6], [0.8, 0.6]])  # cosines 0.8, 1, 0.6 in each row
     assert float(left_out_share(images, texts, 0.1)) == pytest.approx((1 + 2) / 6 / 2)
+    assert float(left_out_share(images, texts, 0.1, sigmoid=True)) == pytest.approx(3 / 6)
+    assert float(left_out_share(images, texts, 0.1, ids=torch.tensor([7, 7, 8]))) == pytest.approx((0 + 2) / 4 / 2)
+    assert float(left_out_share(images, texts, 0.1, ids=torch.tensor([7, 7, 7]))) == 0
     assert float(left_out_share(images, texts, 1.0)) == 0
+    equal = features(1).expand(33, 8)
+    assert float(left_out_share(equal + 1e-7 * features(33, seed=1), equal, 0.0)) == 0
