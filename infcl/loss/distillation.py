@@ -72,8 +72,8 @@ def distillation_loss(
         ValueError: the teacher's rows are not the student's, shapes differ between ranks, or the lists' lengths differ.
     """
     images, texts, scales = (_members(of) for of in (teacher_image_features, teacher_text_features, teacher_scale))
-    weights = [1 / len(images)] * len(images) if teacher_weights is None else list(teacher_weights)
-    if not len(images) == len(texts) == len(scales) == len(weights):
+    weights = [1 / len(images) for _ in images] if teacher_weights is None else list(teacher_weights)
+    if not 0 < len(images) == len(texts) == len(scales) == len(weights):
         raise ValueError(
             f"distillation: {len(images)} members have {len(texts)} sets of text features, {len(scales)} scales and "
             f"{len(weights)} weights"

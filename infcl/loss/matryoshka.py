@@ -9,6 +9,7 @@ w / D of the loss at width D, so all together cost (sum of the widths) / D of it
 Source: Matryoshka Representation Learning, arXiv 2205.13147, Eq. 1, divided by the sum of the weights.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,11 +33,14 @@ def matryoshka(
         weights: one per width, at least 0; equal by default. They are divided by their sum.
 
     Raises:
-        ValueError: widths that are not ascending, weights that do not fit them, or (in a call) a width above D.
+        ValueError: widths that are not ascending, weights or losses that do not fit them, or (in a call) a width above
+            D.
     """
     check_widths(widths, weights)
     given = [1.0] * len(widths) if weights is None else list(weights)
     losses = [loss] * len(widths) if callable(loss) else list(loss)
+    if len(losses) != len(widths):
+        raise ValueError(f"matryoshka: {len(losses)} losses for {len(widths)} widths")
 
     def mean_over_widths(first: Tensor, second: Tensor, *arguments: Any, **options: Any) -> Tensor:
         check_widths(widths, dim=first.shape[1])
@@ -62,6 +66,8 @@ def check_widths(widths: Sequence[int], weights: Sequence[float] | None = None, 
         raise ValueError(f"matryoshka widths {listed} must ascend, from 1 on")
     if dim is not None and widths[-1] > dim:
         raise ValueError(f"matryoshka width {widths[-1]} is above the {dim} dimensions of the features")
-    if weights is not None and (len(weights) != len(widths) or min(weights) < 0 or sum(weights) == 0):
+    if weights is None:
+        return
+    if len(weights) != len(widths) or not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         shown = " ".join(f"{weight:g}" for weight in weights)
         raise ValueError(f"matryoshka weights {shown} do not fit the widths {listed}: one of at least 0 for each")

@@ -112,6 +112,7 @@ def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient(dtype):
     [
         ((torch.ones(4, 8), torch.ones(5, 8), 1.0), "4 images and 5 texts, the student 5 samples"),
         (([torch.ones(5, 8)], [torch.ones(5, 8)], [1.0, 2.0]), "1 members have 1 sets of text features, 2 scales"),
+        (([], [], []), "0 members have 0 sets of text features, 0 scales and 0 weights"),
         ((torch.ones(5, 8), torch.ones(5, 9), 1.0), r"\(5, 8\), \(5, 9\)"),
     ],
 )
