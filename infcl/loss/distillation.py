@@ -69,7 +69,8 @@ def distillation_loss(
         The loss, 0-dim, float32 or wider. Double backward is not supported.
 
     Raises:
-        ValueError: the teacher's rows are not the student's, shapes differ between ranks, or the lists' lengths differ.
+        ValueError: the teacher's rows are not the student's or shapes differ between ranks (raised on every rank), or
+            the lists' lengths differ.
     """
     images, texts, scales = (_members(of) for of in (teacher_image_features, teacher_text_features, teacher_scale))
     weights = [1 / len(images) for _ in images] if teacher_weights is None else list(teacher_weights)
@@ -82,13 +83,15 @@ def distillation_loss(
     student = image_features, text_features, scalar_like(image_features, logit_scale)
     losses = []
     for rows, columns, scale, weight in zip(images, texts, scales, weights):
-        if {len(rows), len(columns)} != {len(image_features)}:
-            raise ValueError(
-                f"distillation: the teacher has {len(rows)} images and {len(columns)} texts, the student "
-                f"{len(image_features)} samples"
-            )
-        set_up("distillation's teacher", rows.detach(), columns.detach(), group, options)
-        teacher = rows.detach(), columns.detach(), scalar_like(image_features, scale).detach()
+        fits = {len(rows), len(columns)} == {len(image_features)}
+        counts = (
+            f"distillation: the teacher has {len(rows)} images and {len(columns)} texts, the student "
+            f"{len(image_features)} samples"
+        )
+        given = rows.detach(), columns.detach()
+        of_teacher: Any = {"sizes": ("images", "texts"), "invalid": "" if fits else counts}
+        set_up("distillation's teacher", *given, group, options, **of_teacher)
+        teacher = *given, scalar_like(image_features, scale).detach()
         losses.append(weight * _Distillation.apply(*student, *teacher, setup))
     return torch.stack(losses).sum()
 

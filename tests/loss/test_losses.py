@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infcl import RingOptions, inf_cl_loss, info_nce_loss, matryoshka, nt_xent_loss, siglip_loss
+from infcl import RingOptions, distillation_loss, inf_cl_loss, info_nce_loss, matryoshka, nt_xent_loss, siglip_loss
 from infcl.loss.captions import captions_loss
 from tests.lib.loss_oracle import FEATURES, Case, evaluate, features, global_batch, oracle, over_ranks, relative_error
 from tests.lib.ranks import rejected, run_ranks
@@ -311,6 +311,15 @@ def _differ(rank, world_size):
         "same number of margin": lambda: inf_cl_loss(images, texts, 1.0, margin=0.1 if first else None, **group),
         "validity of inputs on every rank; ranks 0.. have [1, 0, 1]": lambda: info_nce_loss(
             images, texts, torch.arange(4) + (not first), 1.0, **group
+        ),
+        "distillation's teacher needs the same number of images": lambda: distillation_loss(
+            images,
+            texts,
+            1.0,
+            teacher_scale=1.0,
+            teacher_image_features=images[not first :].detach(),
+            teacher_text_features=texts[not first :].detach(),
+            **group,
         ),
         "pass group=": lambda: inf_cl_loss(images, texts, 1.0),  # never silently local
     }
