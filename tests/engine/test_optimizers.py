@@ -20,11 +20,10 @@ from tests.lib.step_oracle import EPS, LR, worst_error
 from tests.lib.training import demo_config, rejection, run_losses
 
 FACTOR_FROM = 8  # the toy's matrices are 20 x 12, 8 x 20, 20 x 10
-timm_optim = import_timm_optimizers()
-PEERS = {
-    "lion": lambda groups: timm_optim.Lion(groups, lr=LR, betas=(0.9, 0.98)),
-    "lamb": lambda groups: timm_optim.Lamb(groups, lr=LR, betas=(0.9, 0.98), eps=EPS, max_grad_norm=None),
-    "adafactor": lambda groups: timm_optim.AdafactorBigVision(
+PEERS = {  # timm is imported for those who run them
+    "lion": lambda groups: import_timm_optimizers().Lion(groups, lr=LR, betas=(0.9, 0.98)),
+    "lamb": lambda groups: import_timm_optimizers().Lamb(groups, lr=LR, betas=(0.9, 0.98), eps=EPS, max_grad_norm=None),
+    "adafactor": lambda groups: import_timm_optimizers().AdafactorBigVision(
         groups, lr=LR, min_dim_size_to_factor=FACTOR_FROM, beta2_cap=0.98, momentum_dtype=torch.float32,
         clipping_threshold=1.0,
     ),
@@ -89,7 +88,7 @@ def problem(shape):
 def peer_steps(shape):
     whole, gradients = problem(shape)
     whole = whole.double().requires_grad_()
-    peer = timm_optim.AdafactorBigVision(
+    peer = import_timm_optimizers().AdafactorBigVision(
         [whole], lr=0.1, min_dim_size_to_factor=32, beta2_cap=0.95, momentum_dtype=torch.float64,
         clipping_threshold=0.7, weight_decay=0.3,
     )  # fmt: skip

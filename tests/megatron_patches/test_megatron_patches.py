@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_patches.patches import describe_patches, patch
 from tests.lib.ranks import run_ranks
 from tests.lib.tensor_parallel import layout
 
 
 def summed_though_not_contiguous(rank, world_size):
     from megatron.core.tensor_parallel import mappings
+
+    from megatron_patches.patches import describe_patches
 
     group = layout(world_size).tp_group
     x = torch.arange(6.0).view(2, 3).T * (rank + 1)
@@ -31,6 +32,7 @@ def test_sums_reach_inputs_that_are_not_contiguous_and_gathers_run_on_a_cpu():
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """A module `patched` with a function of two arguments."""
+    importlib.import_module("megatron_patches.patches")  # logs patches of its own
     (tmp_path / "patched.py").write_text("def add(a, b):\n    return a + b\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("patched")
@@ -38,6 +40,8 @@ def module(tmp_path, monkeypatch):
 
 
 def add_one(symbol="patched.add", parameters=("a", "b")) -> None:
+    from megatron_patches.patches import patch
+
     patch(symbol, parameters, lambda add: lambda a, b: add(a, b) + 1, "adds one")
 
 
