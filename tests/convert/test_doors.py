@@ -44,8 +44,9 @@ TOKENIZERS = {  # --tokenizer, and what the model's text_cfg says
     "no sep": ("hf:{folder}/bert", {"tokenizer_kwargs": {"strip_sep_token": True}}),
 }
 CASES = [("sentencepiece", "own"), ("no sep", "hf_tower"), ("bpe", "open_clip"), ("hf canonical", "custom_text")]
-CASES += [("sentencepiece", "open_clip"), ("bpe", "own"), ("hf", "own"), ("hf", "open_clip"), ("hf canonical", "own")]
-CASES += [("named", "own"), ("named", "open_clip"), ("named raw", "custom_text"), ("left", "own")]
+CASES += [("bpe", "own"), ("hf", "own"), ("hf canonical", "own"), ("named", "own"), ("named raw", "custom_text")]
+CASES += [("left", "own")]  # of models by open_clip the tokenizers that are not slow have cases above
+CASES += [pytest.param(one, "open_clip", marks=pytest.mark.slow) for one in ("sentencepiece", "hf", "named")]
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_the_scale_gradient_of_a_large_chunk_is_summed_precisely():
     torch.testing.assert_close(*sums, rtol=3e-7, atol=0)
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", TILED_LOSSES)
 def test_bytes_per_row_are_constant(name):
     require_constant_bytes_per_row(name, "torch")

@@ -102,7 +102,7 @@ def test_what_a_finished_run_leaves_and_a_second_start_does_not_train_again(demo
     assert set(trained) == set(exported)
     assert all(torch.equal(trained[name].reshape(-1), exported[name].reshape(-1)) for name in trained)
     before = (root / "metrics.jsonl").read_text()
-    second = start([*arguments, "--resume", "latest", "--workers", "0"], 2)
+    second = forked([*arguments, "--resume", "latest", "--workers", "0"], 2)
     assert second.returncode == 0 and "is finished" in second.stdout and "zero-shot top-1" in second.stdout
     assert (root / "metrics.jsonl").read_text() == before
 
