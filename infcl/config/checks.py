@@ -19,6 +19,7 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "[0, 1)": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),
     "[-2, 2]": (lambda value: -2 <= value <= 2, "must lie in [-2, 2]: it is a difference of two cosines"),
     "(0, 1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
+    "(0, 1e4]": (lambda value: 0 < value <= 1e4, "must lie in (0, 10000]: it multiplies cosines, CLIP's is 100"),
 }  # of the fields' metadata
 PATHS = (
     "train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config",

@@ -209,7 +209,7 @@ class TrainConfig:
         metavar="NAME:N",
     )
     teacher_scale: float | None = _loss(
-        None, "factor of the teacher's cosines [that of --distill-model; 100 for --teacher-key]", "> 0"
+        None, "factor of the teacher's cosines [that of --distill-model; 100 for --teacher-key]", "(0, 1e4]"
     )
     distill_weight: float = _loss(1.0, "weight of the distillation loss, which is added to --loss", "> 0")
 

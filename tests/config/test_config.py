@@ -88,6 +88,7 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--distill-model", "infcl"], "--dataset-type synthetic has no captions for --distill-model"),
         (["--teacher-key", "t:0"], "--teacher-key t:0: give NAME:N"),
         (["--teacher-scale", "9"], "--teacher-scale and --distill-weight need a teacher"),
+        (["--teacher-scale", "20000"], r"--teacher-scale 20000.0 must lie in \(0, 10000\]: it multiplies cosines"),
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
