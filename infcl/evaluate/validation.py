@@ -1,7 +1,7 @@
-"""The loss of a held-out set as training computes it: the configured loss on full global batches over all ranks.
+"""The loss of a held-out set: that of --loss on full global batches over all ranks, as in training.
 
-A contrastive loss depends on the batch size, so the loss of micro-batches is not the loss that is trained. The loss
-is computed from the features of the retrieval evaluation.
+All negatives count, without a teacher and at full width. A contrastive loss depends on the batch size, so the loss of
+micro-batches is not the loss that is trained. The loss is computed from the features of the retrieval evaluation.
 """
 
 from typing import NamedTuple

@@ -22,11 +22,11 @@ from infcl.parallel import Parallel, gather_objects
 from infcl.report import draw_loss_curve, summary_table
 
 
-def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
+def oddities(config: TrainConfig, vocab_size: int, embed_dim: int) -> Iterator[str]:
     """Yield warnings about flags that may not do what the user means, for a new run.
 
     Args:
-        vocab_size: token embeddings of the trained model.
+        vocab_size, embed_dim: token embeddings of the trained model, and the width of its features.
     """
     own = load_any_config(config.model).text_cfg.vocab_size
     if vocab_size != own and not Path(config.model).exists():  # nobody has released weights of the user's own model
@@ -40,6 +40,11 @@ def oddities(config: TrainConfig, vocab_size: int) -> Iterator[str]:
                 f"--lock-{part} without --pretrained or --pretrained-{part}: the frozen part of the {part} tower "
                 "stays as random as it begins"
             )
+    if config.matryoshka_widths and (widest := config.matryoshka_widths[-1]) < embed_dim:
+        yield (
+            f"--matryoshka-widths end at {widest} of {embed_dim} dimensions: the others stay untrained, and full "
+            f"embeddings are evaluated and exported with them. Add {embed_dim}"
+        )
 
 
 def write_results(
