@@ -152,7 +152,7 @@ def both_losses(rank: int, world_size: int, symmetric: bool, directions: tuple[s
 @pytest.mark.parametrize(
     ("world_size", "symmetric", "directions"),
     [(1, False, DIRECTIONS[3]), (1, True, DIRECTIONS[0]), (2, False, DIRECTIONS[3])]
-    + [(size, False, of) for size, of in zip((1, 2, 2), DIRECTIONS)],
+    + [(size, False, of) for size, of in zip((1, 2, 3), DIRECTIONS)],
 )
 def test_loss_and_gradients_equal_those_of_the_package(world_size, symmetric, directions):
     ranks = on_ranks(both_losses, world_size, symmetric, directions)

@@ -70,8 +70,11 @@ def reference(ranks, config, teacher):
         with torch.no_grad():
             found = frozen(joined(ranks, "images"), joined(ranks, "teacher_texts"))
         wanted, scale = (found["image_features"], found["text_features"]), found["logit_scale"].exp()
-    images, texts, own_scale = out["image_features"], out["text_features"], out["logit_scale"].exp()
-    loss = dense_loss(images, texts, own_scale) + WEIGHT * mean_kl(images, texts, own_scale, *wanted, scale)
+    losses, own_scale = [], out["logit_scale"].exp()
+    for width in config.matryoshka_widths or [cfg.embed_dim]:
+        sides = [torch.nn.functional.normalize(out[f"{side}_features"][:, :width]) for side in ("image", "text")]
+        losses.append(dense_loss(*sides, own_scale) + WEIGHT * mean_kl(*sides, own_scale, *wanted, scale))
+    loss = sum(losses) / len(losses)
     groups = parameter_groups(model, TrainConfig(wd=0.0), LR)
     optimizer = adamw(groups)
     loss.backward()
@@ -88,13 +91,14 @@ def new_model_config(config):
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("world_size", "preset", "kind"),
-    [(1, "zero0", "model"), (2, "zero3", "model"), (3, "zero0", "stored"), (3, "zero3", "stored")],
+    [(1, "zero0", "model"), (2, "zero3", "model"), (3, "zero0", "stored, Matryoshka"), (3, "zero3", "stored")],
 )
 def test_a_distilled_step_equals_the_one_of_a_single_process(
     world_size, preset, kind, demo_folder, teacher, stored, tmp_path
 ):
     """With the gradient cache: a teacher's model encodes each micro-batch once, in eval mode and without a graph."""
     flags = {"distill_model": teacher} if kind == "model" else {"teacher_key": "t:40", "train_data": stored}
+    flags |= {"matryoshka_widths": [8, 24, 64]} if "Matryoshka" in kind else {}
     config = demo_config(
         demo_folder, tmp_path, model=GOLDEN_MODEL, batch_size=3, accum_freq=MICRO_BATCHES, steps=1, warmup=0,
         lr=LR, eps=EPS, wd=0.0, distill_weight=WEIGHT, force_patch_dropout=0.0,
