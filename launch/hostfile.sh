@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 source launch/quote.sh
 LAUNCHER=${LAUNCHER:-pdsh} PORT=${PORT:-29500}
 fail() { echo "launch/hostfile.sh: $*" >&2; exit 2; }
-python -m infcl.cluster.hostfile check "$HOSTS"
+python infcl/cluster/hostfile.py check "$HOSTS"  # -m would import torch
 
 for file in "${DS_ENV_FILE:-.deepspeed_env}" ~/"${DS_ENV_FILE:-.deepspeed_env}"; do
   [ -r "$file" ] || continue

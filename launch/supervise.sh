@@ -70,14 +70,14 @@ trap 'forward 130 INT' INT
 
 choose_hosts() {
   [ -n "$hostfile" ] || return 0
-  (cd "$root" && python -m infcl.cluster.hostfile alive "$hostfile" --min-hosts "$min_hosts" \
+  (cd "$root" && python infcl/cluster/hostfile.py alive "$hostfile" --min-hosts "$min_hosts" \
     ${batch:+--global-batch-size "$batch"}) > "$alive" || return
   export HOSTS=$alive
   say "on $(tr '\n' ' ' < "$alive")"
 }
 
 if [ -n "$hostfile" ]; then
-  counts=$(cd "$root" && python -m infcl.cluster.hostfile counts "$hostfile" --min-hosts "$min_hosts" \
+  counts=$(cd "$root" && python infcl/cluster/hostfile.py counts "$hostfile" --min-hosts "$min_hosts" \
     ${batch:+--global-batch-size "$batch"}) || exit
   say "$counts"
 fi

@@ -2,6 +2,7 @@
 
 `python -m infcl.cluster.hostfile check|alive|counts HOSTS` reports an invalid line, prints the hosts that ssh reaches
 (with a global batch size, as many of the first ones as divide it), or prints with how many nodes a run can continue.
+The launch scripts start it as a file, because the package would import torch, which takes seconds.
 """
 
 import argparse

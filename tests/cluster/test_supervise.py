@@ -37,24 +37,16 @@ def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
     assert process.returncode == 143 and "stopped" in said
 
 
-WITHOUT_TORCH = f"""[ "$1 $2" = "-m infcl.cluster.hostfile" ] || exit 99; shift 2
-exec {shlex.quote(sys.executable)} {shlex.quote(str(ROOT))}/infcl/cluster/hostfile.py "$@"
-"""
-
-
-def supervised_hosts(tmp_path, *options, command=(), slots=8, python=WITHOUT_TORCH):
-    """supervise.sh over four hosts of which three answer; its command writes down the hosts that it was given.
-
-    The module of hostfiles needs the standard library only: as a file it starts without the package, which loads torch.
-    """
+def supervised_hosts(tmp_path, *options, command=(), slots=8):
+    """supervise.sh over four hosts of which three answer; its command writes down the hosts that it was given."""
     (tmp_path / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in "abcd"))
     programs = {
-        "python": python,
+        "python": f'exec {shlex.quote(sys.executable)} -S {shlex.quote(str(ROOT))}/"$@"\n',  # without packages
         "ssh": 'case "$*" in *" c true") exit 255;; esac\n',
         "command": f'cat "$HOSTS"; touch {shlex.quote(str(tmp_path))}/summary.json\n',
     }
     arguments = ["--hostfile", tmp_path / "hosts", *options, tmp_path, tmp_path / "bin" / "command", *command]
-    return run("supervise.sh", *arguments, tmp_path=tmp_path, programs=programs, PYTHONPATH=str(ROOT))
+    return run("supervise.sh", *arguments, tmp_path=tmp_path, programs=programs)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +65,8 @@ def test_supervise_continues_with_three_of_four_hosts_and_reports_which_divide_t
     assert result.stdout == "a slots=8\nb slots=8\nd slots=8\n"
 
 
-@pytest.mark.long
 def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
-    result = supervised_hosts(tmp_path, python=f'exec {shlex.quote(sys.executable)} "$@"\n')
+    result = supervised_hosts(tmp_path)
     assert (result.returncode, result.stdout) == (0, "a slots=8\nb slots=8\nd slots=8\n"), result.stderr
     assert "supervise: at least 1 of 4 hosts\n" in result.stderr
 
