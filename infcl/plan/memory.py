@@ -168,7 +168,10 @@ def loss_bytes(
 
 
 def _loss_of(setting: Setting) -> dict[str, float]:
-    """Return {"feature gradients", "loss"}, including the rows of the other tensor-parallel ranks."""
+    """Return {"feature gradients", "loss"}, including the rows of the other tensor-parallel ranks.
+
+    With Matryoshka widths, prefixes of the features and their gradients are FP32 copies.
+    """
     rows, width = setting.loss_rows, setting.model.embed_dim
     sizes = {"rows": rows, "ranks": setting.gpus, "width": width}
     size = setting.precision.matmul_dtype.itemsize
@@ -176,6 +179,8 @@ def _loss_of(setting: Setting) -> dict[str, float]:
     others = 2.0 * (setting.rank_batch - rows) * width * 4
     parts["feature gradients"] += others
     parts["loss"] += others
+    if setting.widths:
+        parts["loss"] += 2.0 * rows * (sum(setting.widths) + width) * 4
     return parts
 
 

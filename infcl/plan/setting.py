@@ -32,6 +32,7 @@ class Setting:
     offloads: tuple[str, ...] = ()  # state in host memory: "optimizer", "param"
     precision: Precision = PRECISIONS["amp_bf16"]
     loss: str = "inf_cl"
+    widths: tuple[int, ...] = ()  # of --matryoshka-widths
     ring: str = "auto"
     checkpointing: bool = False
     compiled: bool = True
@@ -212,6 +213,7 @@ def setting_of_run(
         offloads=spec.offloads,
         precision=spec.precision,
         loss=flags.loss,
+        widths=tuple(flags.matryoshka_widths),
         checkpointing=flags.grad_checkpointing,
         compiled=spec.compiles_blocks,
         resident=1 if flags.resident_micro_batches == "auto" else int(flags.resident_micro_batches),

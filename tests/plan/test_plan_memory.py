@@ -15,6 +15,7 @@ from infcl.config.precision import PRECISIONS
 from infcl.config.preset import read_preset
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.inputs import RingOptions
+from infcl.loss.matryoshka import matryoshka
 from infcl.models import CLIP, load_model_config
 from infcl.plan.memory import (
     activation_bytes,
@@ -119,7 +120,7 @@ def test_a_ring_holds_what_was_measured_around_one():
 ROWS, WIDTH = 256, 64
 
 
-def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring, teacher_width=0):
+def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring, teacher_width=0, widths=()):
     generator = torch.Generator().manual_seed(rank)
     sides = [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
     teacher = [torch.randn(ROWS, teacher_width, generator=generator) for _ in range(2)] if teacher_width else None
@@ -128,9 +129,10 @@ def most_bytes_around_a_ring(rank, world_size, loss, tile_dtype, ring, teacher_w
         group=torch.distributed.group.WORLD,
         options=RingOptions("torch", tile_dtype, workspace_bytes=2**14, ring=ring, ranks_per_node=2),
     )
+    call = matryoshka(module, widths) if widths else module
     with LiveBytes() as live:
         given = {} if teacher is None else {"teacher": (*teacher, 30.0)}
-        module(*sides, torch.tensor(10.0), torch.tensor(-5.0), **given).backward()
+        call(*sides, torch.tensor(10.0), torch.tensor(-5.0), **given).backward()
     return live.most
 
 
@@ -165,6 +167,19 @@ def test_a_teacher_counts_as_its_model_its_embeddings_and_its_loss(world_size, p
     )
     for of_plain, of_distilled in zip(plain, distilled, strict=True):
         assert 0.5 * counted < of_distilled - of_plain <= counted + 12 * 4 * ROWS
+
+
+@pytest.mark.parametrize(("world_size", "loss", "teacher"), [(1, "inf_cl", 0), (3, "siglip", 96)])
+def test_prefixes_count_as_their_copies_and_gradients(world_size, loss, teacher):
+    widths = (8, 16, 32, WIDTH)
+    one = setting(micro_batch=ROWS, ranks=world_size, loss=loss)
+    one = one.with_(model=dataclasses.replace(one.model, embed_dim=WIDTH))
+    counted = memory_of(one.with_(widths=widths))["loss"] - memory_of(one)["loss"]
+    of_widths = (
+        run_ranks(most_bytes_around_a_ring, world_size, loss, "fp32", "flat", teacher, of) for of in ((), widths)
+    )
+    for of_plain, of_prefixes in zip(*of_widths, strict=True):
+        assert 0.5 * counted < of_prefixes - of_plain <= counted + 12 * 4 * ROWS
 
 
 def test_the_plan_knows_the_optimizer_the_average_and_what_is_locked(demo_folder, tmp_path):
