@@ -38,7 +38,10 @@ def create_loss(args: argparse.Namespace) -> nn.Module:
     """
     if args.distill or "coca" in args.model.lower():
         kind = "--distill-model" if args.distill else f"--model {args.model}"
-        raise ValueError(f"{kind}: open_clip's loss has another term than the contrastive one, which the ring lacks")
+        instead = "; pretrain_clip.py of infcl distils with it" if args.distill else ""
+        raise ValueError(
+            f"{kind}: open_clip's loss has another term than the contrastive one, which the ring lacks{instead}"
+        )
     place = {"rank": args.rank, "world_size": args.world_size}
     if args.siglip:
         return SigLipLoss(**place)
