@@ -93,6 +93,8 @@ class Study:
     def __init__(self, args: argparse.Namespace):
         self.args, self.deadline = args, time.monotonic() + 60 * args.minutes
         self.slots = max(1, args.gpus * args.per_gpu)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.devices = visible.split(",") if visible else list(map(str, range(args.gpus)))
         self.workers = max(1, (os.cpu_count() or 1) // self.slots - 2) if args.workers is None else args.workers
         self.rows_file = args.logs / "rows.csv"
         self.changed = threading.Condition()
@@ -192,11 +194,11 @@ class Study:
         command += ["--duplicates", f"{run['treatment']}:caption"]
         command += ["--logs", str(self.args.logs), "--name", name, "--resume", "latest"]
         command += ["--device", "cuda" if self.args.gpus else "cpu", "--log-every-n-steps", max(1, steps // 20)]
-        command += ["--pretrained", self.args.logs / run["start"]["name"]] if run["start"] else []
-        command += ["--distill-model", self.args.logs / run["teacher"]["name"]] if run["teacher"] else []
+        command += ["--pretrained", str(self.args.logs / run["start"]["name"])] if run["start"] else []
+        command += ["--distill-model", str(self.args.logs / run["teacher"]["name"])] if run["teacher"] else []
         command += shlex.split(run["flags"])
         environment = {"OMP_NUM_THREADS": "2"} | os.environ
-        environment |= {"CUDA_VISIBLE_DEVICES": str(slot % self.args.gpus) if self.args.gpus else ""}
+        environment |= {"CUDA_VISIBLE_DEVICES": self.devices[slot % self.args.gpus] if self.args.gpus else ""}
         started = time.monotonic()
         print(f"slot {slot} starts {name}", flush=True)
         with open(self.args.logs / f"{name}.log", "a") as log:

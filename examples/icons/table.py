@@ -7,11 +7,15 @@ import argparse
 import csv
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SCORES = ("image_to_text_r1", "text_to_image_r1", "top1_carbon", "top1_vaadin", "top1_fluent-emoji-flat")
-GROUP = ("batch", "steps", "treatment", "loss", "start", "lr", "warmup")
+GROUP = ("batch", "steps", "treatment", "loss", "start", "teacher", "flags", "train", "lr", "warmup")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def grouped(rows: list[dict]) -> dict[tuple[str, ...], list[dict]]:
-    """Return the rows by all settings except the seed. A run that continues another is named by that run's batch."""
+    """Return the rows by all settings except the seed. A run that starts from others is named by their batches."""
     groups = defaultdict(list)
     for row in rows:
-        start = row["start"].split("-")[0].removeprefix("b")
-        groups[tuple({**row, "start": start}[name] for name in GROUP)].append(row)
+        runs = {key: row[key].split("-")[0].removeprefix("b") for key in ("start", "teacher")}
+        groups[tuple({**row, **runs}[name] for name in GROUP)].append(row)
     return dict(groups)
 
 
@@ -47,24 +51,38 @@ def percent(rows: list[dict], name: str) -> str:
 
 
 def draw(groups: dict[tuple[str, ...], list[dict]], path: Path) -> None:
-    """Draw the best setting of each batch: a line for each treatment, loss and start at equal samples."""
+    """Draw the best setting of each batch: at equal samples a line per treatment, loss and start; at equal steps."""
     from matplotlib.figure import Figure
 
+    rows = [rows for rows in groups.values() if not rows[0]["train"]]
+    samples = statistics.mode(int(row["samples"]) for group in rows for row in group)
+    plain = [group for group in rows if _kind(group[0]) == "inf_cl, negative"]
+    batches = defaultdict(set)  # of a number of steps
+    for group in plain:
+        batches[group[0]["steps"]].add(group[0]["batch"])
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _lines(left, [group for group in rows if int(group[0]["samples"]) == samples or group[0]["start"]], _kind)
+    _lines(right, [group for group in plain if len(batches[group[0]["steps"]]) > 2], "{steps} steps".format_map)
+    left.set_title(f"equal samples: {samples:,}")
+    right.set_title("equal steps")
+    left.set_ylabel("recall at 1, mean of both ways (%)")
+    left.set_yscale("log")
+    figure.savefig(path, dpi=150)
+
+
+def _kind(row: dict) -> str:
+    more = [row["flags"], "taught" * bool(row["teacher"]), "continued" * bool(row["start"])]
+    return ", ".join(filter(None, [row["loss"], row["treatment"], *more]))
+
+
+def _lines(axes: "Axes", groups: list[list[dict]], name_of: Callable[[dict], str]) -> None:
+    """Draw a line for each name: the mean and deviation over the seeds of each batch's best setting."""
     lines: dict[str, dict[int, list[float]]] = defaultdict(dict)
-    equal = statistics.mode(int(row["samples"]) for rows in groups.values() for row in rows)
-    for rows in groups.values():
-        row, values = rows[0], [100 * float(row["score"]) for row in rows]
-        if int(row["samples"]) != equal and not row["start"]:
-            continue
-        name = f"{row['loss']}, {row['treatment']}" + (", continued" if row["start"] else "")
-        batch, best = int(row["batch"]), lines[name]
-        if batch not in best or (len(values), statistics.mean(values)) > (
-            len(best[batch]),
-            statistics.mean(best[batch]),
-        ):
-            best[batch] = values
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    for rows in groups:
+        values, best = [100 * float(row["score"]) for row in rows], lines[name_of(rows[0])]
+        batch = int(rows[0]["batch"])
+        best[batch] = max(best.get(batch, []), values, key=lambda v: (len(v), sum(v)))
     for name, points in sorted(lines.items()):
         batches = sorted(points)
         means = [statistics.mean(points[batch]) for batch in batches]
@@ -72,10 +90,8 @@ def draw(groups: dict[tuple[str, ...], list[dict]], path: Path) -> None:
         axes.errorbar(batches, means, yerr=spreads, marker="o", capsize=3, label=name)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("global batch (samples)")
-    axes.set_ylabel("recall at 1, mean of both ways (%)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

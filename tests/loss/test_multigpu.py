@@ -31,7 +31,7 @@ OTHERS = [
     Case("info_nce", 8 * 131, 72, 30.0, columns=8 * 300, positives="shared"),
     Case("info_nce", 8 * 140, 100, 30.0),
     Case("nt_xent", 8 * 131, 72, 30.0),
-    *(Case(name, 8 * 131, 72, 30.0, bias=-5.0, margin=0.05) for name in ("inf_cl", "siglip", "info_nce")),
+    *(Case(name, 8 * 131, 72, 30.0, "grid", bias=-5.0, margin=0.05) for name in ("inf_cl", "siglip", "info_nce")),
 ]
 OTHERS = [case._replace(workspace_bytes=WORKSPACE_BYTES) for case in OTHERS]
 
