@@ -3,7 +3,8 @@
 In each case all processes end, the exit code is not zero, and `--resume latest` gives the losses of the
 uninterrupted run: no sample skipped or repeated, at most the work since the last save done again.
 
-What is hit runs under the deepspeed launcher; what only trains, before and after, in ranks that are forked.
+What is hit is forked by a stand-in of the deepspeed launcher, or runs under the launcher itself where that is hit; what
+only trains, before and after, runs in the ranks of run_ranks.
 """
 
 import os
@@ -18,13 +19,13 @@ import pytest
 from infcl.report import read_metrics
 from tests.lib.checkout import ROOT
 from tests.lib.cluster_run import small_disk
-from tests.lib.entry import ON_CPU, alone, command, forked
+from tests.lib.entry import ON_CPU, command, forked
 from tests.lib.gpus import environment
+from tests.lib.kill_run import Starter
 from tests.lib.ranks import free_port
 from tests.lib.waiting import finish, wait_for_checkpoint, wait_until
 
 STEPS, SAVE_EVERY, FAULT_STEP, SIGNAL_STEP = 8, 3, 5, 7
-LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]
 
 
 def flags(demo_folder, logs, *more: str) -> list[str]:
@@ -33,13 +34,6 @@ def flags(demo_folder, logs, *more: str) -> list[str]:
         demo_folder, logs, "--batch-size", "8", "--steps", str(STEPS), "--save-every-n-steps", every,
         "--save-frequency", "0", "--log-every-n-steps", "1", "--dist-timeout", "2", "--device", "cpu", *more,
     )[1:]  # fmt: skip
-
-
-def start(script: list[str], arguments: list[str], **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*LAUNCHER, str(free_port()), *script, *arguments], cwd=ROOT, env=os.environ | ON_CPU | environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
 
 
 def train(arguments: list[str]) -> str:
@@ -71,6 +65,13 @@ def uninterrupted(demo_folder, tmp_path_factory):
     return losses(logs)
 
 
+@pytest.fixture(scope="module")
+def starter():
+    starter = Starter()
+    yield starter
+    starter.process.kill()
+
+
 def resume_and_compare(demo_folder, logs, uninterrupted):
     output = train(flags(demo_folder, logs, "--resume", "latest"))
     assert losses(logs) == uninterrupted
@@ -82,22 +83,22 @@ def resume_and_compare(demo_folder, logs, uninterrupted):
     "phase",
     ["replay", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "ring", "save"))],
 )
-def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(demo_folder, tmp_path, uninterrupted, phase):
-    fault = ["tests/lib/fault_run.py", "1", str(FAULT_STEP), phase, str(int(signal.SIGKILL))]
-    code, output = finish(start(fault, flags(demo_folder, tmp_path)), 300)
-    assert code != 0, output
-    assert "killed" in output.lower() or "return code" in output, output
-    wait_until(lambda: not ranks_alive(tmp_path), 200, "ranks stayed behind")
+def test_a_rank_killed_in_any_phase_ends_the_run_and_it_resumes_exactly(
+    demo_folder, tmp_path, uninterrupted, starter, phase
+):
+    fault = (1, FAULT_STEP, phase, signal.SIGKILL)
+    codes, output = starter.finish(flags(demo_folder, tmp_path), tmp_path, fault)
+    assert codes[0] != 0 and codes[1] == -signal.SIGKILL, output
     assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), output
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
     assert "at step 3" in output
 
 
 @pytest.mark.long
-def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted):
-    fault = ["tests/lib/fault_run.py", "1", str(SIGNAL_STEP), "encode", str(int(signal.SIGTERM))]
-    code, output = finish(start(fault, flags(demo_folder, tmp_path)), 300)
-    assert code == 143 and f"SIGTERM received at step {SIGNAL_STEP}" in output, output
+def test_a_signal_saves_and_ends_with_its_code(demo_folder, tmp_path, uninterrupted, starter):
+    fault = (1, SIGNAL_STEP, "encode", signal.SIGTERM)
+    codes, output = starter.finish(flags(demo_folder, tmp_path), tmp_path, fault)
+    assert codes == [143, 143] and f"SIGTERM received at step {SIGNAL_STEP}" in output, output
     output = resume_and_compare(demo_folder, tmp_path, uninterrupted)
     assert f"at step {SIGNAL_STEP}" in output
 
@@ -145,7 +146,12 @@ def test_a_full_disk_is_reported_and_training_goes_on(demo_folder, tmp_path, uni
 @pytest.mark.long
 def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path):
     """SIGKILL of the launcher makes the deepspeed command report success and would leave the ranks running."""
-    process = start(["pretrain_clip.py"], flags(demo_folder, tmp_path, "--steps", "100000"))
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port"]
+    process = subprocess.Popen(
+        [*launcher, str(free_port()), "pretrain_clip.py", *flags(demo_folder, tmp_path, "--steps", "100000")],
+        cwd=ROOT, env=os.environ | ON_CPU, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
     wait_for_checkpoint(tmp_path, process)
     command = psutil.Process(process.pid)
     for one in command.children(recursive=True):
@@ -159,12 +165,12 @@ def test_when_the_launcher_dies_the_ranks_save_and_end(demo_folder, tmp_path):
 
 
 @pytest.mark.long
-def test_a_loader_s_worker_that_is_killed_is_reported_with_its_rank_and_memory(demo_folder, tmp_path):
+def test_a_loader_s_worker_that_is_killed_is_reported_with_its_rank_and_memory(demo_folder, tmp_path, starter):
     """Not with a traceback of the line in which word of it came: torch raises from the handler of a signal."""
-    result = alone(["tests/lib/fault_run.py", "0", "2", "replay", "0", *flags(demo_folder, tmp_path)])
-    assert result.returncode == 1, result.stderr  # without a report it trains on after a minute
-    assert "RuntimeError: a worker of the loader of rank 0 has died" in result.stderr
-    assert "is killed by signal: Killed; its workers held " in result.stderr and "in strike" not in result.stderr
+    codes, output = starter.finish(flags(demo_folder, tmp_path), tmp_path, (0, 2, "replay", 0))
+    assert codes[0] == 1, output  # without a report it trains on after a minute
+    assert "RuntimeError: a worker of the loader of rank 0 has died" in output
+    assert "is killed by signal: Killed; its workers held " in output and "in strike" not in output
 
 
 # ---- launch/supervise.sh ----

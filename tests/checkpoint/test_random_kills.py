@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,40 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 from infcl.report import read_metrics
-from tests.lib.checkout import ROOT
 from tests.lib.entry import command
-from tests.lib.ranks import free_port
+from tests.lib.kill_run import Starter, members
 from tests.lib.waiting import wait_until
 
 STEPS, KILLS, LATEST = 120, 8, 8.0  # more than an epoch; of each run; seconds after a start
 CASES = [("zero1", "0"), ("zero1", "2"), ("zero3", "0"), ("zero3", "2"), ("zero1", "1")]  # preset, --workers
-
-
-class Starter:
-    """kill_run.py, which starts runs."""
-
-    def __init__(self) -> None:
-        program = [sys.executable, "tests/lib/kill_run.py", "deepspeed.launcher.launch"]
-        self.process = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def start(self, arguments: list[str], folder: Path) -> int:
-        """The launcher's process id, which is its session's."""
-        order = {"arguments": arguments, "port": free_port(), "folder": str(folder)}
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-
-def members(session: int) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["status"]):
-        try:
-            if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except ProcessLookupError:
-            pass
-    return found
 
 
 def kill(session: int, victim: str, dice: random.Random) -> bool:

@@ -1,22 +1,19 @@
-"""pretrain_clip.py with a planted fault: python tests/lib/fault_run.py RANK STEP PHASE SIGNAL [its flags].
-
-Rank RANK sends itself SIGNAL (a number; 0: kills its loader's first worker) when phase PHASE (data, encode, loss, ring,
-replay, step, save) of step STEP begins. `ring` is inside the loss, after the first block has been posted. `save` is
-inside a checkpoint, after this rank's own file.
-"""
+"""Faults in a rank of a run."""
 
 import concurrent.futures
 import multiprocessing
 import os
-import signal
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def plant(rank: int, step: int, phase: str, number: int) -> None:
+    """Let rank `rank` send itself a signal when phase `phase` of step `step` begins. Call on all ranks.
+
+    Args:
+        number: the signal; 0 kills its loader's first worker instead.
+        phase: data, encode, loss, ring (inside the loss, after the first block has been posted), replay, step, or save
+            (inside a checkpoint, after this rank's own file).
+    """
     from infcl.checkpoint import write as checkpoint_writer
     from infcl.loss import ring
     from infcl.parallel import read_environment
@@ -66,15 +63,3 @@ def plant(rank: int, step: int, phase: str, number: int) -> None:
         return written
 
     checkpoint_writer._write_tensors = write
-
-
-if __name__ == "__main__":
-    # Launchers put --local_rank first.
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
-    rank, step, phase, number = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
-    assert number in {0, *signal.Signals}
-    from infcl.parallel.process import end_process
-    from pretrain_clip import main
-
-    plant(rank, step, phase, number)
-    end_process(main(arguments[4:]))

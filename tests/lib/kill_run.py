@@ -1,25 +1,69 @@
-"""Start runs of two ranks, which tests kill, within a second: kill_run.py deepspeed.launcher.launch
+"""Start runs of two ranks, which tests kill, within a second.
 
-Imports once. For each line of JSON, {"arguments", "port", "folder"}, it forks a launcher in a new session and prints
-its process id. The launcher forks the ranks: pretrain_clip.py with the arguments and its output in FOLDER/log. Like
-DeepSpeed's launcher, it stops the other rank when one fails. Ranks notice its death, because they look for a parent of
-that name. After each step a rank appends [step, ids of its samples] to FOLDER/ids.RANK.
+`Starter` has a process that imports once: kill_run.py deepspeed.launcher.launch. For each line of JSON, {"arguments",
+"port", "folder", "fault"}, it forks a launcher in a new session and prints its process id. The launcher forks the
+ranks: pretrain_clip.py with the arguments and its output in FOLDER/log. Like DeepSpeed's launcher, it stops the other
+rank when one fails. It writes {rank: exit code} to FOLDER/codes. Ranks notice its death, because they look for a parent
+of that name. After each step a rank appends [step, ids of its samples] to FOLDER/ids.RANK.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import tests.lib.preload  # noqa: F401
+import psutil
+
+from tests.lib.checkout import ROOT
+from tests.lib.fault_run import plant
+from tests.lib.ranks import free_port
+from tests.lib.waiting import wait_until
 
 RANKS = 2
 
 
-def rank_process(rank: int, arguments: list[str], port: int, folder: Path) -> None:
+class Starter:
+    """The process that starts runs."""
+
+    def __init__(self) -> None:
+        program = [sys.executable, "tests/lib/kill_run.py", "deepspeed.launcher.launch"]
+        self.process = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, arguments: list[str], folder: Path, fault: Sequence = ()) -> int:
+        """Start a run, with the arguments of a `plant`; return the launcher's process id, which is its session's."""
+        order = {"arguments": arguments, "port": free_port(), "folder": str(folder), "fault": list(fault)}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def finish(self, *arguments) -> tuple[list[int], str]:
+        """Start a run and wait until no process of it is left; return the exit codes of its ranks, and its output."""
+        session, folder = self.start(*arguments), arguments[1]
+        wait_until(lambda: not members(session), 300, lambda: (folder / "log").read_text()[-3000:])
+        codes = json.loads((folder / "codes").read_text())
+        return [codes[str(rank)] for rank in range(RANKS)], (folder / "log").read_text()
+
+
+def members(session: int) -> list[int]:
+    """Return the live processes of a session."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except ProcessLookupError:
+            pass
+    return found
+
+
+def rank_process(rank: int, arguments: list[str], port: int, folder: Path, fault: list) -> None:
     import torch
 
     from infcl.parallel.process import end_process
@@ -37,35 +81,42 @@ def rank_process(rank: int, arguments: list[str], port: int, folder: Path) -> No
         return done
 
     Trainer.train_step = step  # type: ignore[method-assign]
+    if fault:
+        plant(*fault)
     end_process(main(arguments, noted=[]))
 
 
-def launcher_process(arguments: list[str], port: int, folder: Path) -> None:
+def launcher_process(arguments: list[str], port: int, folder: Path, fault: list) -> None:
     os.setsid()
     print(os.getpid(), flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
-    ranks = {}
+    ranks, codes = {}, {}
     for rank in range(RANKS):
         if (process := os.fork()) == 0:
-            rank_process(rank, arguments, port, folder)
+            rank_process(rank, arguments, port, folder, fault)
         ranks[process] = rank
     while ranks:
         process, status = os.wait()
-        del ranks[process]
+        codes[ranks.pop(process)] = os.waitstatus_to_exitcode(status)
         if status and ranks:
             time.sleep(1)
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
+    (folder / "codes").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":
+    import tests.lib.preload  # noqa: F401
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: launchers are not waited for
     for line in sys.stdin:
         order = json.loads(line)
         if os.fork() == 0:
             try:
-                launcher_process(order["arguments"], order["port"], Path(order["folder"]))
+                launcher_process(order["arguments"], order["port"], Path(order["folder"]), order["fault"])
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(1)
