@@ -27,7 +27,14 @@ def two_hosts(tmp_path_factory):
         yield hosts
 
 
-def test_the_ranks_of_the_kubernetes_jobset_s_pods_train_as_one_rank_does(demo_folder, tmp_path, two_hosts):
+@pytest.fixture(scope="module")
+def hosts_of_ipv6(tmp_path_factory):
+    """Two hosts without IPv4."""
+    with Hosts(2, ipv6=True, folder=tmp_path_factory.mktemp("ipv6")) as hosts:
+        yield hosts
+
+
+def test_the_ranks_of_the_kubernetes_jobset_s_pods_train_as_one_rank_does(demo_folder, tmp_path, hosts_of_ipv6):
     """Its container's command, flags and variables, with pod name and index as JobSet gives them: a two-level ring."""
     yaml = pytest.importorskip("yaml")
     jobset = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
@@ -40,9 +47,9 @@ def test_the_ranks_of_the_kubernetes_jobset_s_pods_train_as_one_rank_does(demo_f
     words = [f"{name}={smaller.get(name, value)}" if value else name for name, _, value in pairs]
     words += ["--steps=3", "--warmup=1", "--workers=0", "--device=cpu"]
     given = {one["name"]: one["value"] for one in pod["env"] if "value" in one}
-    given |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": two_hosts[0].name}
+    given |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": hosts_of_ipv6[0].name}
     processes = [
-        start(two_hosts, [*pod["command"], *words], on=rank, **given, PET_NODE_RANK=str(rank)) for rank in (0, 1)
+        start(hosts_of_ipv6, [*pod["command"], *words], on=rank, **given, PET_NODE_RANK=str(rank)) for rank in (0, 1)
     ]
     results = [finish(process) for process in processes]
     assert [code for code, _ in results] == [0, 0], results
@@ -53,12 +60,11 @@ def test_the_ranks_of_the_kubernetes_jobset_s_pods_train_as_one_rank_does(demo_f
     assert losses(tmp_path) == pytest.approx(losses(tmp_path, "one"), rel=1e-5)
 
 
-def test_two_hosts_without_ipv4_train(demo_folder, tmp_path):
-    """By torchrun on an interface, and by the plain deepspeed command with shards named in every way.
+def test_two_hosts_without_ipv4_train(demo_folder, tmp_path, hosts_of_ipv6):
+    """By the plain deepspeed command with shards named in every way.
 
     Its words pass through a shell on each host, which expands braces; a file of urls keeps other characters.
     """
-    more = ("--batch-size", "8", "--dist-timeout", "90")
     shards = sorted(Path(demo_folder, "train").glob("*.tar"))
     folder, odd = tmp_path / "folder", tmp_path / "it's (1) {a}.tar"
     folder.mkdir()
@@ -66,20 +72,14 @@ def test_two_hosts_without_ipv4_train(demo_folder, tmp_path):
     for link, shard in zip(links, shards):
         link.symlink_to(shard)
     (tmp_path / "urls.txt").write_text(f"{odd}\n")
-    plain = flags(demo_folder, tmp_path / "plain", *more, "--aug-cfg", "scale=1.0,1.0")
+    plain = flags(demo_folder, tmp_path, "--batch-size", "8", "--dist-timeout", "90", "--aug-cfg", "scale=1.0,1.0")
     braces = f"{tmp_path}/{{0..{len(shards) - 3}}}.tar"
     plain[plain.index("--train-data") + 1 : plain.index("--train-data") + 2] = [braces, f"@{tmp_path}/urls.txt", folder]
-    with Hosts(2, ipv6=True, folder=tmp_path / "hosts") as hosts:
-        by_torchrun = ["bash", "launch/torchrun.sh", *flags(demo_folder, tmp_path / "torchrun", *more)[1:]]
-        settings = {"NODES": "2", "RANKS": "1", "INTERFACE": "eth0", "MASTER_ADDR": hosts[0].address}
-        results = {"plain": train(hosts, plain)}
-        processes = [start(hosts, by_torchrun, on=rank, NODE_RANK=str(rank), **settings) for rank in (0, 1)]
-        results["torchrun"] = [finish(process) for process in processes][0]
-    for name, (code, output) in results.items():
-        assert code == 0 and "2 x cpu" in output and len(losses(tmp_path / name)) == 3, f"{name}: {output}"
-    config = json.loads((tmp_path / "plain" / "run" / "config.json").read_text())
+    code, output = train(hosts_of_ipv6, plain)
+    assert code == 0 and "2 x cpu" in output and len(losses(tmp_path)) == 3, output
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["train_data"].endswith(f"::@{tmp_path}/urls.txt::{folder}") and config["aug_cfg"] == {"scale": [1, 1]}
-    assert re.search(r"data +1,536 samples", results["plain"][1]), results["plain"][1]  # all shards
+    assert re.search(r"data +1,536 samples", output), output  # all shards
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (openmpi-bin)")

@@ -14,8 +14,13 @@ from tests.lib.waiting import wait_until
 
 
 def test_torchrun_of_several_nodes_needs_rank_and_address(tmp_path):
-    missing = run("torchrun.sh", tmp_path=tmp_path, programs={"python": "exit 0\n", "torchrun": ""}, NODES="2")
+    programs = {"python": 'printf "%s|" "$NCCL_SOCKET_IFNAME" "$GLOO_SOCKET_IFNAME" "$@"\n', "torchrun": ""}
+    given = {"tmp_path": tmp_path, "programs": programs, "NODES": "2", "RANKS": "4", "INTERFACE": "eth0"}
+    missing = run("torchrun.sh", **given)
     assert missing.returncode != 0 and "NODE_RANK" in missing.stderr
+    started = run("torchrun.sh", "--steps", "1", **given, NODE_RANK="1", MASTER_ADDR="fd77::1").stdout
+    where = "--nnodes|2|--node-rank|1|--master-addr|fd77::1|--master-port|29500|--nproc-per-node|4|--|pretrain_clip.py|"
+    assert started.startswith(f"=eth0|eth0|-m|infcl.cluster.torchrun|{where}") and started.endswith("|--steps|1|")
 
 
 @pytest.mark.long
