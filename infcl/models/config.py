@@ -286,7 +286,8 @@ def load_any_config(name_or_path: str | Path) -> ModelConfig:
     Args:
         name_or_path: a name of `list_models()`, a JSON file in open_clip's schema, or an exported folder
             (open_clip_config.json). With the prefix "open_clip:", an argument of `load_open_clip_config`. Runs and
-            exports of models that open_clip built need no prefix: their config is marked.
+            exports of models that open_clip built need no prefix, as their config is marked; and folders of open_clip
+            need none where our towers lack a key of their config.
 
     Returns:
         A CLIPConfig for our own towers, an OpenClipConfig for a model that open_clip builds.
@@ -304,9 +305,10 @@ def load_any_config(name_or_path: str | Path) -> ModelConfig:
     if not path.is_file():
         raise ValueError(f"no model {str(name_or_path)!r}: not a file, and not one of {', '.join(list_models())}")
     fields = read_record(path, dict)
-    if fields.get("built_by") == BUILT_BY:
+    model = fields.get("model_cfg", fields)
+    if fields.get("built_by") == BUILT_BY or (path.name == "open_clip_config.json" and not _is_ours(model)):
         return open_clip_config(fields, source=str(path))
-    return parse_model_config(fields.get("model_cfg", fields), source=str(path))
+    return parse_model_config(model, source=str(path))
 
 
 def parse_model_config(fields: dict[str, Any], *, source: str = "model config") -> CLIPConfig:
@@ -324,6 +326,13 @@ def parse_model_config(fields: dict[str, Any], *, source: str = "model config") 
         return parse_record(json.dumps(fields), CLIPConfig, source, extra="forbid")
     except ValueError as error:
         raise ValueError(f"{error} (--model open_clip:NAME_OR_FILE builds towers of open_clip)") from error
+
+
+def _is_ours(model: dict[str, Any]) -> bool:
+    """Return whether our towers know all keys of a model_cfg. A list of layers is a ResNet's."""
+    vision, text = model.get("vision_cfg") or {}, model.get("text_cfg") or {}
+    known = ({field.name for field in dataclasses.fields(cfg)} for cfg in (CLIPConfig, VisionConfig, TextConfig))
+    return all(map(set.issuperset, known, (model, vision, text))) and not isinstance(vision.get("layers"), list)
 
 
 def _check_positive(cfg: Any, section: str, *names: str) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from infcl.convert.import_weights import weights_preprocess
+from infcl.convert.import_weights import read_weights, weights_preprocess
 from infcl.data.tokenizer.source import find_tokenizer
 from infcl.data.transforms import PillowTransform
 from infcl.models.clip import build_towers
@@ -101,6 +102,18 @@ def test_a_config_is_read_by_name_file_folder_and_from_a_run(tmp_path):
     assert (again.fields, again.preprocess) == (folder.fields, folder.preprocess)
 
 
+@pytest.mark.parametrize(("name", "is_ours"), [("ViT-B-16", True), ("RN50", False), ("ViT-B-16-SigLIP", False)])
+def test_a_folder_of_open_clip_needs_no_prefix(name, is_ours, tmp_path):
+    """Such as open_clip's own on the hub, whose config is not marked: our towers where they can be it."""
+    theirs = load_any_config(f"open_clip:{name}")
+    fields = {"model_cfg": theirs.fields, "preprocess_cfg": {"mean": [0.5] * 3}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(fields))
+    save_file({"logit_scale": torch.zeros(())}, tmp_path / "open_clip_model.safetensors")
+    for cfg in (load_any_config(tmp_path), read_weights(tmp_path).cfg):
+        assert cfg.fixed_preprocess == is_ours and cfg.embed_dim == theirs.embed_dim
+        assert is_ours or (cfg.fields == theirs.fields and cfg.preprocess.mean == (0.5, 0.5, 0.5))
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -159,3 +172,14 @@ def test_a_tag_brings_its_preprocessing_and_an_unknown_one_names_those_there_are
 def test_a_tokenizer_that_cannot_be_had_is_an_error():
     with pytest.raises(ValueError, match="--tokenizer hf:timm/ViT-B-16-SigLIP"):
         find_tokenizer("open_clip:ViT-B-16-SigLIP", load_open_clip_config("open_clip:ViT-B-32")).open(64)
+
+
+def test_palette_images_are_resized_as_rgb_as_in_open_clips_evaluation(tmp_path):
+    """Its ImageFolder and its shards convert an image before the transform."""
+    from PIL import Image
+    from torchvision.datasets.folder import default_loader
+
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 90, 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert("P").save(tmp_path / "a.png")
+    ours, theirs = map(PillowTransform(48), (Image.open(tmp_path / "a.png"), default_loader(tmp_path / "a.png")))
+    assert torch.equal(ours, theirs)
