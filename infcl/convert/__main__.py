@@ -18,7 +18,7 @@ from infcl.checkpoint.load import newest_intact, weights_of
 from infcl.config import OneLineParser
 from infcl.config.json_file import read_record
 from infcl.convert.export import FORMATS, export_model
-from infcl.convert.import_weights import model_with, read_weights
+from infcl.convert.import_weights import config_of, model_with, read_weights
 from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models import load_any_config
 from infcl.models.config import ModelConfig
@@ -86,9 +86,7 @@ def _export(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
 
 def _import(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     weights = read_weights(args.weights)
-    if weights.cfg is None and not args.model:
-        raise ValueError(f"{args.weights} does not say which model it is: give --model, such as ViT-B-32")
-    cfg = weights.cfg or load_any_config(args.model)
+    cfg = config_of(weights, args.weights, args.model)
     if args.out.resolve() == args.weights.resolve():
         raise ValueError(f"--out {args.out} is the folder of the weights: choose another")
     name, model = args.name or args.weights.resolve().stem, model_with(weights, cfg)

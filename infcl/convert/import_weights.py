@@ -75,6 +75,22 @@ def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
     return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), *pixels)
 
 
+def config_of(weights: Weights, source: str | Path, model: str | None) -> ModelConfig:
+    """Return the model config of weights: their own, or that of --model with the preprocessing of their folder or tag.
+
+    Raises:
+        ValueError: neither is there, or both are.
+    """
+    if weights.cfg is not None:
+        if model is not None:
+            raise ValueError(f"--model {model}: {source} brings its own config; leave --model out")
+        return weights.cfg
+    if model is None:
+        raise ValueError(f"{source} is a bare file: give its config, --model ViT-B-32 or a JSON file")
+    cfg = load_any_config(model)
+    return cfg if cfg.fixed_preprocess else cfg.with_preprocess(weights_preprocess(str(source), model))
+
+
 def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
     """Return the preprocess_cfg that comes with the weights of --pretrained, an open_clip tag or a folder; else {}.
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from infcl.convert.import_weights import model_with, other_resizing, read_tag, read_weights, weights_preprocess
+from infcl.convert.import_weights import config_of, model_with, other_resizing, read_tag, read_weights
 from infcl.data.tokenizer import ids_of
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.tokenizer.source import find_tokenizer, stored_tokenizer
-from infcl.models import CLIP, load_any_config
+from infcl.models import CLIP
 from infcl.models.open_clip_config import PREFIX
 
 log = logging.getLogger(__name__)
@@ -47,15 +47,7 @@ def load_model(
         weights, tokenizer = read_tag(str(checkpoint), model), tokenizer or PREFIX + model.removeprefix(PREFIX)
     else:
         weights = read_weights(checkpoint, ema=ema)
-    cfg = weights.cfg
-    if cfg is None:
-        if model is None:
-            raise ValueError(f"{checkpoint} is a bare file: give its config, --model ViT-B-32 or a JSON file")
-        cfg = load_any_config(model)
-        if not cfg.fixed_preprocess:
-            cfg = cfg.with_preprocess(weights_preprocess(str(checkpoint), model))
-    elif model is not None:
-        raise ValueError(f"--model {model}: {checkpoint} brings its own config; leave --model out")
+    cfg = config_of(weights, checkpoint, model)
     source = find_tokenizer(tokenizer, cfg) if tokenizer else stored_tokenizer(Path(checkpoint), cfg)
     ids = cfg.text_cfg.vocab_size
     if source is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from infcl.convert.import_weights import read_weights, weights_preprocess
+from infcl.convert.import_weights import config_of, read_weights, weights_preprocess
 from infcl.data.tokenizer.source import find_tokenizer
 from infcl.data.transforms import PillowTransform
 from infcl.models.clip import build_towers
@@ -112,6 +112,8 @@ def test_a_folder_of_open_clip_needs_no_prefix(name, is_ours, tmp_path):
     for cfg in (load_any_config(tmp_path), read_weights(tmp_path).cfg):
         assert cfg.fixed_preprocess == is_ours and cfg.embed_dim == theirs.embed_dim
         assert is_ours or (cfg.fields == theirs.fields and cfg.preprocess.mean == (0.5, 0.5, 0.5))
+    file = tmp_path / "open_clip_model.safetensors"  # alone, its folder says how its pixels were normalised
+    assert config_of(read_weights(file), file, f"open_clip:{name}").preprocess.mean == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
