@@ -103,6 +103,8 @@ def _data(config: TrainConfig) -> Iterator[str]:
             f"--train-data {config.train_data} is a table: add --dataset-type csv, and --csv-separator , where commas "
             "separate its columns"
         )
+    elif len({is_table(part) for part in (config.train_data or "").split("::")}) > 1:
+        yield f"--train-data {config.train_data} mixes tables and shards: infcl-shards pack makes shards of a table"
     if config.tokenizer is None:
         yield (
             "--tokenizer is missing: give open_clip:ViT-B-32 for CLIP's own, or a sentencepiece model "

@@ -145,6 +145,7 @@ def test_a_password_in_a_url_is_rejected_and_not_printed(url, has_password):
         ("", "--train-data is missing: .*; `make train` runs the demo"),
         ("--train-data /no/such/folder --tokenizer x", "/no/such/folder: no such file or folder"),
         ("--train-data {0..3}.tar", "--tokenizer is missing"),
+        ("--train-data a.tar b.csv", "--train-data a.tar::b.csv mixes tables and shards"),
         ("--dataset-type webdataset --train-data /data/Pairs.CSV", "Pairs.CSV is a table: add --dataset-type csv"),
         ("--dataset-type synthetic", "needs --train-num-samples"),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from infcl.config import make_parser
 from tests.lib.checkout import ROOT
@@ -147,3 +148,41 @@ def test_the_examples_of_the_page_about_objectives_run_as_shown():
         exec(block, names := dict(given))
         assert names["value"].isfinite()
     assert len(blocks) == 4
+
+
+def shown_steps(rank, world_size):
+    """Run the blocks of the page about any encoders; return what they compute, each next to its definition."""
+
+    def features(rows, width):
+        return F.normalize(torch.randn(rows, width, dtype=torch.float64), dim=1)
+
+    def run(number, **names):
+        exec(python_blocks()[f"docs/howto/any-encoders.md {number}"], names)
+        return names
+
+    class Encoder(torch.nn.Linear):
+        def forward(self, inputs):
+            return types.SimpleNamespace(pooler_output=super().forward(inputs))
+
+    torch.manual_seed(0)
+    queries, documents, hard = (features(6, 8) for _ in range(3))
+    both, positives = torch.cat([documents, hard]), torch.arange(6)
+    found = [(run(1)["loss"](queries, documents, hard), F.cross_entropy(50 * queries @ both.T, positives))]
+    shown = run(2, queries=queries, documents=both, positives=positives)["loss"]
+    found.append((shown, F.cross_entropy(20 * queries @ both.T, positives)))
+    encoders = {f"{name}_encoder": Encoder(8, 4).double() for name in ("image", "text")}
+    optimizer = torch.optim.SGD([p for encoder in encoders.values() for p in encoder.parameters()], lr=0.0)
+    batch = features(256, 8), features(256, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "cuda", lambda module: module)
+        shown = run(0, **encoders, loader=[batch], optimizer=optimizer)["value"]
+    sides = [F.normalize(encoder(x).pooler_output) for encoder, x in zip(encoders.values(), batch)]
+    logits = sides[0] @ sides[1].T / 0.07
+    found.append((shown, sum(F.cross_entropy(x, torch.arange(256)) for x in (logits, logits.T)) / 2))
+    return [tuple(value.detach().float() for value in values) for values in found]
+
+
+def test_the_steps_of_the_page_about_any_encoders_run_as_shown():
+    (found,) = run_ranks(shown_steps, 1)
+    for value, expected in found:
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-8)
