@@ -24,7 +24,7 @@ from infcl.convert.hf_clip import from_hf, from_hf_config
 from infcl.data.tokenizer.source import described_in
 from infcl.models import build_towers, load_any_config
 from infcl.models.config import ModelConfig
-from infcl.models.open_clip_config import PREFIX, import_open_clip, parse_preprocess
+from infcl.models.open_clip_config import PREFIX, import_open_clip, load_open_clip_config, parse_preprocess
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
@@ -81,7 +81,7 @@ def config_of(weights: Weights, source: str | Path, model: str | None) -> ModelC
     Raises:
         ValueError: neither is there, or both are.
     """
-    if weights.cfg is not None:
+    if weights.cfg is not None and not str(source).startswith(PREFIX):
         if model is not None:
             raise ValueError(f"--model {model}: {source} brings its own config; leave --model out")
         return weights.cfg
@@ -118,7 +118,13 @@ def read_tag(source: str, model: str) -> Weights:
     except Exception as error:  # raised by urllib or huggingface_hub
         raise ValueError(f"--pretrained {source}: {str(error).splitlines()[0]}") from error
     pixels = about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD)
-    return Weights(_our_names(_read_file(Path(file))), None, f"{source} of {model}", *pixels)
+    return Weights(_our_names(_read_file(Path(file))), _tag_config(about, model), f"{source} of {model}", *pixels)
+
+
+def _tag_config(about: Mapping[str, Any], model: str) -> ModelConfig:
+    """Return open_clip's config of a tag's model: OpenAI's, MetaCLIP's and DFN's tags need QuickGELU."""
+    cfg = load_open_clip_config(model)
+    return dataclasses.replace(cfg, fields=cfg.fields | ({"quick_gelu": True} if about.get("quick_gelu") else {}))
 
 
 def _tag(source: str, model: str) -> dict[str, Any]:
@@ -275,7 +281,12 @@ def _check_settings(ours: ModelConfig, theirs: ModelConfig, tower: str, source: 
     names = [name for name in here if name in there and here[name] != there[name]]
     different = [f"{name} is {there[name]} there, {here[name]} here" for name in names]
     if different:
-        raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings")
+        hint = ", such as open_clip:ViT-B-32-quickgelu" if "quick_gelu" in names else ""
+        if {"text_cfg.pool_type", "text_cfg.eos_id"} & set(
+            names
+        ):  # which a sentencepiece tokenizer and some of Hugging Face's change
+            hint = ", and the tokenizer that belongs to it (open_clip:NAME or hf:FOLDER)"
+        raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings{hint}")
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:

@@ -22,7 +22,9 @@ from infcl.models.open_clip_config import (
     BUILT_BY,
     CLEAN,
     PREFIX,
+    UNSEEN,
     OpenClipConfig,
+    as_compared,
     check_sizes,
     load_open_clip_config,
     open_clip_config,
@@ -30,11 +32,6 @@ from infcl.models.open_clip_config import (
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
-# Settings per tower that do not affect shapes: weights with other settings would load, but compute wrong features.
-_UNSEEN = {
-    "image": ("quick_gelu", "vision_cfg.head_width", "vision_cfg.pool_type"),
-    "text": ("quick_gelu", "text_cfg.heads", "text_cfg.pool_type", "text_cfg.eos_id", "text_cfg.no_causal_mask"),
-}
 
 
 @dataclass(frozen=True)
@@ -174,11 +171,8 @@ class CLIPConfig:
 
     def unseen_settings(self, tower: str) -> dict[str, Any]:
         """Return the settings of "image", "text" or "whole" that no shape of its weights shows."""
-        parts = ("image", "text") if tower == "whole" else (tower,)
-        names = dict.fromkeys(name for part in parts for name in _UNSEEN[part])
-        if self.text_cfg.pool_type != "eos":
-            names.pop("text_cfg.eos_id", None)
-        return {name: attrgetter(name)(self) for name in names}
+        names = UNSEEN["image"] | UNSEEN["text"] if tower == "whole" else UNSEEN[tower]
+        return as_compared({name: attrgetter(name)(self) for name in names}, self.text_cfg)
 
     def check_divides(self, size: int) -> None:
         """Raise ValueError unless `size` tensor-parallel ranks can split both towers, frozen ones included.

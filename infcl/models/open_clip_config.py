@@ -25,6 +25,17 @@ from infcl.models.preprocess import Preprocess
 
 PREFIX = "open_clip:"
 BUILT_BY = "open_clip"  # marks the model_config.json of a run
+# Settings per tower that do not affect shapes: weights with other settings would load, but compute wrong features.
+UNSEEN: dict[str, dict[str, Any]] = {  # with open_clip's defaults
+    "image": {"quick_gelu": False, "vision_cfg.head_width": 64, "vision_cfg.pool_type": "tok"},
+    "text": {
+        "quick_gelu": False,
+        "text_cfg.heads": 8,
+        "text_cfg.pool_type": "argmax",
+        "text_cfg.eos_id": 2,
+        "text_cfg.no_causal_mask": False,
+    },
+}
 CLEAN = {"clean": "canonicalize"}  # tokenizer_kwargs: repair captions, then remove punctuation and capitals
 # Larger numbers in a config build a tower for hours, or overflow the size of a tensor, before anything checks memory.
 _MAX_LAYERS, _MAX_IDS, _MAX_CONTEXT, _MAX_SIZE = 1000, 1 << 24, 1 << 13, 1 << 16
@@ -141,8 +152,12 @@ class OpenClipConfig:
         return {"model": self.source, "images": images, "texts": texts}
 
     def unseen_settings(self, tower: str) -> dict[str, Any]:
-        """Return {}: their names differ between towers."""
-        return {}
+        """Return the settings of "image", "text" or "whole" that no shape of its weights shows."""
+        found = dict(UNSEEN["image"] | UNSEEN["text"] if tower == "whole" else UNSEEN[tower])
+        for name, default in found.items():
+            section, _, key = name.rpartition(".")
+            found[name] = (self.fields[section] if section else self.fields).get(key, default)
+        return as_compared(found, self.text_cfg)
 
     def check_divides(self, size: int) -> None:
         """Raise ValueError for several tensor-parallel ranks."""
@@ -186,6 +201,15 @@ class OpenClipConfig:
         given = {name: value for name, value in fields.items() if value is not None}
         preprocess = parse_preprocess(dataclasses.asdict(self.preprocess) | given, self.source)
         return dataclasses.replace(self, preprocess=preprocess)
+
+
+def as_compared(settings: dict[str, Any], text: Any) -> dict[str, Any]:
+    """Return settings of UNSEEN in which pooling at the largest id is "argmax"; eos_id belongs to "eos" alone."""
+    if settings.get("text_cfg.pool_type") == "eos" and text.eos_id == text.vocab_size - 1:
+        settings["text_cfg.pool_type"] = "argmax"
+    if settings.get("text_cfg.pool_type") != "eos":
+        settings.pop("text_cfg.eos_id", None)
+    return settings
 
 
 def load_open_clip_config(name_or_path: str) -> OpenClipConfig:

@@ -22,7 +22,7 @@ from infcl.convert.import_weights import (
 )
 from infcl.evaluate import load
 from infcl.models import CLIP, build_towers
-from infcl.models.config import parse_model_config
+from infcl.models.config import load_any_config, parse_model_config
 from infcl.models.open_clip_config import OpenClipConfig
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import Payload
@@ -213,6 +213,42 @@ def test_settings_must_agree_also_where_shapes_do_not_show_them(kind, source, tm
     ):
         with pytest.raises(ValueError, match=message):
             load_pretrained(seeded(cfg, 2), path)
+
+
+def test_settings_of_models_that_open_clip_builds_must_agree_too(tmp_path):
+    """A sentencepiece tokenizer has the ids of SigLIP, but its models pool at the end of a caption."""
+    import_open_clip()
+
+    def built(text=(), **top):
+        text = {**TEXT, "pool_type": "last", **dict(text)}
+        return build_towers(OpenClipConfig("small", {"embed_dim": 24, "vision_cfg": VISION, "text_cfg": text, **top}))
+
+    model = built()
+    export_model(model.state_dict(), model.cfg, None, tmp_path)
+    load_pretrained(built(), str(tmp_path))
+    largest = built({"pool_type": "eos", "eos_id": 89}).cfg
+    assert largest.unseen_settings("whole") == built({"pool_type": "argmax"}).cfg.unseen_settings("whole")
+    for other, message in (
+        (built(quick_gelu=True), "quick_gelu is False there, True here. Choose a --model with its settings, such as"),
+        (built({"heads": 2}), "text_cfg.heads is 4 there, 2 here"),
+        (built({"no_causal_mask": True}), "no_causal_mask is False there, True here"),
+        (built({"pool_type": "eos"}), "pool_type is last there, eos here.* and the tokenizer that belongs to it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(other, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "open_clip:ViT-B-32", "open_clip:ViT-B-32-quickgelu"])
+def test_a_tag_whose_weights_need_quick_gelu_is_rejected_for_a_model_without_it(name, tmp_path, monkeypatch):
+    """open_clip only warns: 27 of its tags, as OpenAI's, MetaCLIP's and DFN's, need another model than their own."""
+    open_clip = import_open_clip()
+    save_file({"logit_scale": torch.zeros(())}, tmp_path / "w.safetensors")
+    monkeypatch.setattr(open_clip.pretrained, "download_pretrained", lambda _: str(tmp_path / "w.safetensors"))
+    with torch.device("meta"):
+        model = build_towers(load_any_config(name))
+    message = "does not fit" if "quickgelu" in name else "quick_gelu is True there, False here.*ViT-B-32-quickgelu"
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(model, "open_clip:openai", name=name)
 
 
 def test_what_a_clip_model_computes_otherwise_is_rejected(source, tmp_path):
