@@ -174,14 +174,3 @@ def test_a_tag_brings_its_preprocessing_and_an_unknown_one_names_those_there_are
 def test_a_tokenizer_that_cannot_be_had_is_an_error():
     with pytest.raises(ValueError, match="--tokenizer hf:timm/ViT-B-16-SigLIP"):
         find_tokenizer("open_clip:ViT-B-16-SigLIP", load_open_clip_config("open_clip:ViT-B-32")).open(64)
-
-
-def test_palette_images_are_resized_as_rgb_as_in_open_clips_evaluation(tmp_path):
-    """Its ImageFolder and its shards convert an image before the transform."""
-    from PIL import Image
-    from torchvision.datasets.folder import default_loader
-
-    pixels = np.random.default_rng(0).integers(0, 256, (50, 90, 3), dtype=np.uint8)
-    Image.fromarray(pixels).convert("P").save(tmp_path / "a.png")
-    ours, theirs = map(PillowTransform(48), (Image.open(tmp_path / "a.png"), default_loader(tmp_path / "a.png")))
-    assert torch.equal(ours, theirs)
