@@ -206,13 +206,14 @@ def write_tag(models, folder, **text) -> dict[str, torch.Tensor]:
 
 
 def fit_from_a_tag(rank, world_size, config: TrainConfig, folder):
+    declare_torchvision_operators()
     with open_clip_with_a_tag(folder):
         return fit_open_clip(rank, world_size, config)
 
 
 @pytest.mark.long
 def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(models, demo_folder, tmp_path):
-    given = write_tag(models, tmp_path / "open_clip", vocab_size=300)
+    given = write_tag(models, tmp_path / "open_clip", vocab_size=300, pool_type="eos", eos_id=1)  # as the tokenizer
     config = demo_config(
         demo_folder, tmp_path, model="open_clip:resnet", pretrained="open_clip:mine", lock_image=True, steps=2,
         batch_size=8, deepspeed_config="ds_configs/zero3.json",
