@@ -17,7 +17,7 @@ below 2^-46. Otherwise, or if the LSE are so large that the rounding of the logi
 exponentials. Only the GPU knows which case applies, so both kernels are launched and one returns at once. (Two branches
 in one kernel would share registers and slow the first one by 10%.)
 
-The sigmoid, limits and some uses of ids need more registers: the epilogue then runs on two halves of the tile, to avoid
+The sigmoid and some uses of ids need more registers: the epilogue then runs on two halves of the tile, to avoid
 spills.
 
 dS is in [0, 1] and about 1/B on average, which float16 cannot represent precisely for large batches B. For float16 dS
@@ -48,6 +48,7 @@ from infcl.kernels.triton_launch import (
     launch,
     launch_options,
     leaves_out,
+    load_limits,
     multiprocessors,
     same_ids,
     walked_dim,
@@ -64,14 +65,11 @@ _LAUNCH = {
 def softmax_backward(blocks: Blocks, row_lse: Tensor, col_lse: Tensor | None, gradients: Gradients) -> None:
     """Compute torch_tile.softmax_backward for rows and columns in bf16, fp16 or f32; the gradients are f32.
 
-    For the loss of the rows only, col_lse is inf, so the columns' exponentials vanish, and the result is doubled. The
-    columns' limits then leave out every entry: far above its row's LSE, an entry would be inf * 0.
+    For the loss of the rows only, col_lse is inf, so the columns' exponentials vanish, and the result is doubled.
     """
     shift, count = middle(row_lse, row_lse if col_lse is None else col_lse), 1
     if col_lse is None:
         col_lse, count = torch.full_like(blocks.columns[:, 0], math.inf, dtype=row_lse.dtype), 2
-        if blocks.limits is not None:
-            blocks = blocks._replace(limits=blocks.limits._replace(columns=-col_lse))
     sums = _accumulate(blocks, row_lse, col_lse, shift, gradients, count)
     gradients.scale.add_(sums[0], alpha=count)
 
@@ -212,7 +210,7 @@ def _d_logits(
 
 def _in_halves(sigmoid: bool, blocks: Blocks) -> bool:
     """Return whether a full tile's epilogue would spill registers (tests/kernels/test_registers.py)."""
-    return sigmoid or blocks.limits is not None or (blocks.groups is not None and blocks.groups.positive)
+    return sigmoid or blocks.groups is not None and (blocks.groups.positive or blocks.limits is not None)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "offset", "programs"])
@@ -291,10 +289,12 @@ def _d_logits_kernel(
             logits = parts[half]
             left = first_column + half * WIDTH
             columns = left + tl.arange(0, WIDTH)
+            row_limits = load_limits(row_limits_ptr, rows, num_rows, LIMITED)
+            col_limits = load_limits(col_limits_ptr, columns, num_columns, LIMITED)
             if SIGMOID:
                 signed = logits * scale2 + shift * LOG2E  # in log2
                 signed, for_columns = counted(
-                    signed, signed, logits, row_ids_ptr, col_ids_ptr, row_limits_ptr, col_limits_ptr,
+                    signed, signed, logits, row_ids_ptr, col_ids_ptr, row_limits, col_limits,
                     rows, columns, num_rows, num_columns, float("-inf"), GROUPED, POSITIVE, LIMITED,
                 )  # fmt: skip
                 if LIMITED:
@@ -315,21 +315,28 @@ def _d_logits_kernel(
                 if SINGLE:
                     row_factor = 0.5 * tl.exp2(row_lse - shift)
                     col_factor = tl.exp2(shift - col_lse)
-                    d_logits = exp2(logits * scale2 - row_lse[:, None], SHARED)
+                    exponents = logits * scale2 - row_lse[:, None]
+                    if (
+                        LIMITED
+                    ):  # may be far above an LSE that leaves the entry out; below that of a column that does not
+                        exponents = tl.minimum(exponents, 96.0)
+                    d_logits = exp2(exponents, SHARED)
                     both = row_factor[:, None] * col_factor[None, :]
-                    d_rows, d_columns = 0.5 * d_logits, both * d_logits
-                    d_logits *= 0.5 + both
+                    if LIMITED:
+                        d_rows, d_columns = 0.5, both
+                    else:
+                        d_logits *= 0.5 + both
                 else:
                     d_rows = 0.5 * tl.exp2(tl.minimum(logits * scale2 - row_lse[:, None], 0.0))
                     d_columns = 0.5 * tl.exp2(tl.minimum(logits * scale2 - col_lse[None, :], 0.0))
-                    d_logits = d_rows + d_columns
+                    d_logits = 1.0 if LIMITED else d_rows + d_columns
                 if not LIMITED:  # a row and its columns leave out the same entries
                     d_rows, d_columns = d_logits, d_logits
                 d_rows, d_columns = counted(
-                    d_rows, d_columns, logits, row_ids_ptr, col_ids_ptr, row_limits_ptr, col_limits_ptr,
+                    d_rows, d_columns, logits, row_ids_ptr, col_ids_ptr, row_limits, col_limits,
                     rows, columns, num_rows, num_columns, 0.0, GROUPED, POSITIVE, LIMITED,
                 )  # fmt: skip
-                d_logits = d_rows + d_columns if LIMITED else d_rows
+                d_logits = d_logits * (d_rows + d_columns) if LIMITED else d_rows
                 if POSITIVE:
                     same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
                     weights = tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0)

@@ -30,6 +30,7 @@ from infcl.kernels.triton_launch import (
     launch,
     launch_options,
     leaves_out,
+    load_limits,
     multiprocessors,
     row_splits,
     walked_dim,
@@ -41,6 +42,7 @@ _LAUNCH = {
     2: {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
     4: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
 }
+_LIMITED_LAUNCH = {"BLOCK_M": 256, "BLOCK_N": 128}  # half precision: the limits of 128 columns stay in registers
 _REPAIR_LAUNCH = {
     2: {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
     4: {"BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
@@ -64,6 +66,8 @@ def _tile_sums(blocks: Blocks, reference: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows, columns = blocks.rows, blocks.columns
     options = launch_options(_LAUNCH, blocks)
+    if blocks.limits is not None and rows.dtype.itemsize == 2:
+        options |= _LIMITED_LAUNCH
     row_operand, column_operand = aligned(rows), aligned(columns)
     num_rows, num_columns = len(rows), len(columns)
     row_tiles, column_tiles = triton.cdiv(num_rows, options["BLOCK_M"]), triton.cdiv(num_columns, options["BLOCK_N"])
@@ -136,35 +140,48 @@ def _tile_sums_kernel(
     scale = tl.load(scale_ptr).to(tl.float32)
     reference = tl.load(reference_ptr).to(tl.float32)
     row_partial_ptr += block.to(tl.int64) * num_rows
-    # Each thread keeps its own partial column sums: row = 16 a + 8 b + c with b in one thread's registers.
-    col_sums = tl.zeros([BLOCK_M // 16, 8, BLOCK_N], tl.float32)
+    # Each thread keeps its own partial column sums: row = 128 a + 16 b + 8 c + d, a and c in one thread's registers.
+    HEIGHT: tl.constexpr = BLOCK_M // 128 if BLOCK_M > 128 else 1
+    WARPS: tl.constexpr = BLOCK_M // 16 // HEIGHT
+    col_sums = tl.zeros([WARPS, 8, BLOCK_N], tl.float32)
+    col_limits = load_limits(col_limits_ptr, columns, num_columns, LIMITED)
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    for tile in tl.range(split * split_tiles, tl.minimum((split + 1) * split_tiles, row_tiles), flatten=True):
-        logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, DIM, BLOCK_K):
-            a = rows_desc.load([tile * BLOCK_M, k])
-            b = columns_desc.load([first_column, k])
-            logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
-        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        # Short chains of additions, so that the sums overlap with the exponentials.
-        row_reference = tl.where(rows < num_rows, reference, float("inf"))
-        terms = tl.exp2(logits * (scale * LOG2E) - row_reference[:, None])
-        if EDGE:
-            if first_column + BLOCK_N > num_columns:
-                within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
-                terms = tl.where(within, terms, 0.0)
-        if MASKED:
-            away = first_column - tile * BLOCK_M
-            if (away > -BLOCK_N) & (away < BLOCK_M):  # without it column numbers stay in registers
-                own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
-                terms = tl.where(own, 0.0, terms)
-        for_rows, for_columns = counted(
-            terms, terms, logits, row_ids_ptr, col_ids_ptr, row_limits_ptr, col_limits_ptr,
-            rows, columns, num_rows, num_columns, 0.0, GROUPED, POSITIVE, LIMITED,
-        )  # fmt: skip
-        row_sums = tl.sum(tl.sum(tl.reshape(for_rows, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
-        tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
-        col_sums += tl.sum(tl.reshape(for_columns, [BLOCK_M // 16, 2, 8, BLOCK_N]), 1)
+    first, end = split * split_tiles, tl.minimum((split + 1) * split_tiles, row_tiles)
+    if MASKED and LIMITED:  # tiles before, on and after the diagonal: the mask, even unused, would spill registers
+        low = tl.minimum(tl.maximum(first_column // BLOCK_M, first), end)
+        high = tl.minimum(tl.maximum(tl.cdiv(first_column + BLOCK_N, BLOCK_M), first), end)
+        edges = (first, low, high, end)
+    else:
+        edges = (first, end)
+    PARTS: tl.constexpr = 3 if MASKED and LIMITED else 1
+    for part in tl.static_range(PARTS):
+        for tile in tl.range(edges[part], edges[part + 1], flatten=True):
+            logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for k in range(0, DIM, BLOCK_K):
+                a = rows_desc.load([tile * BLOCK_M, k])
+                b = columns_desc.load([first_column, k])
+                logits = tl.dot(a, b.T, logits, input_precision=PRECISION)
+            rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            # Short chains of additions, so that the sums overlap with the exponentials.
+            row_reference = tl.where(rows < num_rows, reference, float("inf"))
+            terms = tl.exp2(logits * (scale * LOG2E) - row_reference[:, None])
+            if EDGE:
+                if first_column + BLOCK_N > num_columns:
+                    within = (tl.arange(0, BLOCK_N) < num_columns - first_column)[None, :]
+                    terms = tl.where(within, terms, 0.0)
+            if MASKED and (PARTS == 1 or part == 1):
+                away = first_column - tile * BLOCK_M
+                if (away > -BLOCK_N) & (away < BLOCK_M):  # without it column numbers stay in registers
+                    own = tl.arange(0, BLOCK_M)[:, None] == away + tl.arange(0, BLOCK_N)[None, :]
+                    terms = tl.where(own, 0.0, terms)
+            for_rows, for_columns = counted(
+                terms, terms, logits, row_ids_ptr, col_ids_ptr,
+                load_limits(row_limits_ptr, rows, num_rows, LIMITED), col_limits,
+                rows, columns, num_rows, num_columns, 0.0, GROUPED, POSITIVE, LIMITED,
+            )  # fmt: skip
+            row_sums = tl.sum(tl.sum(tl.reshape(for_rows, [BLOCK_M, BLOCK_N // 8, 8]), 1), 1)
+            tl.store(row_partial_ptr + rows, row_sums, mask=rows < num_rows)
+            col_sums += tl.sum(tl.sum(tl.reshape(for_columns, [HEIGHT, WARPS, 2, 8, BLOCK_N]), 2), 0)
     total = tl.sum(tl.sum(col_sums, 1), 0)
     col_partial_ptr += split.to(tl.int64) * chunk_columns + block * BLOCK_N
     tl.store(col_partial_ptr + tl.arange(0, BLOCK_N), total, mask=columns < num_columns)
@@ -244,6 +261,7 @@ def _repair_block(
     lse = tl.load(lse_ptr + own, mask=own < num_own, other=0.0)
     unknown = lse != lse
     if tl.max(unknown.to(tl.int32), 0) > 0:
+        own_limits = load_limits(own_limits_ptr, own, num_own, LIMITED)
         maxima = tl.full([BLOCK_N], float("-inf"), tl.float32)
         sums = tl.zeros([BLOCK_N], tl.float32)
         for first in range(0, num_other, BLOCK_N):
@@ -257,7 +275,8 @@ def _repair_block(
             if MASKED:
                 logits = tl.where(own[:, None] == other[None, :], float("-inf"), logits)
             logits, _ = counted(
-                logits, logits, cosines, own_ids_ptr, other_ids_ptr, own_limits_ptr, other_limits_ptr,
+                logits, logits, cosines, own_ids_ptr, other_ids_ptr,
+                own_limits, load_limits(other_limits_ptr, other, num_other, LIMITED),
                 own, other, num_own, num_other, float("-inf"), GROUPED, POSITIVE, LIMITED,
             )  # fmt: skip
             new_maxima = tl.maximum(maxima, tl.max(logits, 1))

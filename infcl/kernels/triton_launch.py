@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from infcl.kernels.tile import Blocks, Groups, Limits
 
 LOG2E = tl.constexpr(math.log2(math.e))
+_STEEP = tl.constexpr(2.0**60)  # times the least difference of two cosines that float32 holds, more than 1
 _HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS
 
 _compiled: dict[tuple, Any] = {}
@@ -101,8 +102,8 @@ def counted(
     cosines,  # f32 [m, n], without the factor scale
     row_ids_ptr,  # i32 [r], read if GROUPED
     col_ids_ptr,  # i32 [c], read if GROUPED
-    row_limits_ptr,  # f32 [r], read if LIMITED
-    col_limits_ptr,  # f32 [c], read if LIMITED
+    row_limits,  # f32 [m], used if LIMITED
+    col_limits,  # f32 [n], used if LIMITED
     rows,  # i32 [m], indices
     columns,  # i32 [n]
     num_rows,
@@ -115,16 +116,22 @@ def counted(
     """Return both values without the entries that are left out, f32 [m, n] each.
 
     Every objective that leaves out entries, or changes their weights, is defined here and in torch_tile._Chunk.counted.
-    Values are replaced and not multiplied by 0: an entry that is left out is not in the LSE, so its exp may be inf.
+    If NOTHING is 0, values are finite: an entry above a limit is left out by a factor, which costs one instruction.
     """
     if GROUPED:
         same = same_ids(row_ids_ptr, col_ids_ptr, rows, columns, num_rows, num_columns)
         if not POSITIVE:
             for_rows = tl.where(same, NOTHING, for_rows)
             for_columns = tl.where(same, NOTHING, for_columns)
-    if LIMITED:
-        row_limits = tl.load(row_limits_ptr + rows, mask=rows < num_rows, other=0.0)
-        col_limits = tl.load(col_limits_ptr + columns, mask=columns < num_columns, other=0.0)
+    if LIMITED and NOTHING == 0.0:  # 0 or 1 by one instruction, whose product the sum of the entries takes in
+        row_counts = tl.clamp(row_limits[:, None] * _STEEP - cosines * _STEEP, 0.0, 1.0)
+        col_counts = tl.clamp(col_limits[None, :] * _STEEP - cosines * _STEEP, 0.0, 1.0)
+        if GROUPED and POSITIVE:
+            row_counts = tl.where(same, 1.0, row_counts)
+            col_counts = tl.where(same, 1.0, col_counts)
+        for_rows = for_rows * row_counts
+        for_columns = for_columns * col_counts
+    elif LIMITED:
         beyond_row, beyond_column = cosines > row_limits[:, None], cosines > col_limits[None, :]
         if GROUPED and POSITIVE:
             beyond_row &= ~same
@@ -132,6 +139,15 @@ def counted(
         for_rows = tl.where(beyond_row, NOTHING, for_rows)
         for_columns = tl.where(beyond_column, NOTHING, for_columns)
     return for_rows, for_columns
+
+
+@triton.jit
+def load_limits(limits_ptr, index, count, LIMITED: tl.constexpr):
+    """Return the limits of some rows or columns, f32, if LIMITED."""
+    if LIMITED:
+        return tl.load(limits_ptr + index, mask=index < count, other=0.0)
+    else:
+        return 0.0
 
 
 @triton.jit

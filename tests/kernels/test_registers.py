@@ -59,15 +59,21 @@ def tile_usage(kernel, launch: dict, **constants) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("masked", "edge", "grouped"),
-    [(True, False, False), (True, True, False), (False, False, True)],
-    ids=["inner", "edge", "ids"],
+    ("options", "stack"),
+    [
+        ({"MASKED": True}, 0),
+        ({"MASKED": True, "EDGE": True}, 0),  # the columns do not fill the last block
+        ({"GROUPED": True}, 0),
+        ({"LIMITED": True}, 0),
+        ({"LIMITED": True, "MASKED": True}, 320),  # most of it in the loop over the few tiles on the diagonal
+    ],
+    ids=str,
 )
-def test_the_forward_tile_fits_into_registers(masked, edge, grouped):
-    """edge: the columns do not fill the last block. grouped: there are ids."""
-    constants = {"MASKED": masked, "EDGE": edge, "GROUPED": grouped}
-    used = tile_usage(triton_forward._tile_sums_kernel, triton_forward._LAUNCH[2], **constants)
-    assert 32 < used["registers"] <= 255 and used["stack"] == 0 < used["shared"] <= SHARED, used
+def test_the_forward_tile_fits_into_registers(options, stack):
+    constants = {"MASKED": False, "EDGE": False, "GROUPED": False} | options
+    launch = triton_forward._LAUNCH[2] | (triton_forward._LIMITED_LAUNCH if "LIMITED" in options else {})
+    used = tile_usage(triton_forward._tile_sums_kernel, launch, **constants)
+    assert 32 < used["registers"] <= 255 and used["stack"] <= stack and 0 < used["shared"] <= SHARED, used
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,9 @@ def test_the_forward_tile_fits_into_registers(masked, edge, grouped):
         ({"MASKED": True, "EDGE": True, "SINGLE": False}, None),  # not one exponential for both directions
         ({"GROUPED": True, "POSITIVE": True}, 128),
         ({"LIMITED": True}, 0),
+        ({"LIMITED": True, "MASKED": True}, 256),
         ({"LIMITED": True, "GROUPED": True}, 0),
+        ({"LIMITED": True, "GROUPED": True, "POSITIVE": True}, 128),
         ({"TEACHER": True}, 256),
         ({"out": "fp32"}, 0),  # a teacher's probabilities
         ({"SIGMOID": True}, 128),
@@ -91,7 +99,10 @@ def test_the_backward_tile_compiles_and_spills_little(options, stack):
     plain = {"SIGMOID": False, "MASKED": False, "EDGE": False, "SINGLE": True, "GROUPED": False, "TEACHER": False}
     constants = plain | {"SHARED": True, "GAIN": 1.0} | options
     constants["HALVES"] = bool(
-        constants["SIGMOID"] or constants.get("POSITIVE") or options.keys() & {"LIMITED", "TEACHER", "out"}
+        constants["SIGMOID"]
+        or constants.get("POSITIVE")
+        or options.keys() & {"TEACHER", "out"}
+        or options.keys() >= {"LIMITED", "GROUPED"}
     )
     used = tile_usage(triton_backward._d_logits_kernel, triton_backward._LAUNCH[2], **constants)
     assert 0 < used["shared"] <= SHARED and (stack is None or used["stack"] <= stack), used
