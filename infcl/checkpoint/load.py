@@ -148,7 +148,7 @@ def load_checkpoint(engine: Engine, path: Path) -> Mapping[str, Any]:
             other = f"{name} has shape {tuple(value.shape)}, this model's has {shape}"
             raise ValueError(f"{path}: {other}: give the --model and --tokenizer of the run")
         engine.state.write(parameters[name], value, state)
-    if engine.state.ema_decay is not None and "ema_updates" not in manifest["counters"]:
+    if engine.state.ema_decay is not None and not is_averaged(manifest):
         engine.state.start_average(engine.state.ema_decay)
         missing = {key for key in missing if not key.startswith(f"{EMA}/")}
     if missing:
@@ -160,10 +160,14 @@ def load_checkpoint(engine: Engine, path: Path) -> Mapping[str, Any]:
     return manifest["trainer"]
 
 
-def consolidated_state_dict(run: str | Path, *, ema: bool = False) -> dict[str, torch.Tensor]:
+def consolidated_state_dict(run: str | Path, *, ema: bool | None = None) -> dict[str, torch.Tensor]:
     """Return FP32 weights on the CPU from a run's newest intact checkpoint, or from a checkpoint folder.
 
     This works without a process group.
+
+    Args:
+        ema: the averages of --ema-decay instead of the trained weights; by default if there are any, as the trainer
+            evaluates and exports them.
 
     Returns:
         {parameter name: full tensor}.
@@ -186,9 +190,11 @@ def newest_intact(run: str | Path) -> tuple[Path, Manifest]:
     raise ValueError(f"{run}: no intact checkpoint there")
 
 
-def weights_of(checkpoint: Path, manifest: Manifest, *, ema: bool = False) -> dict[str, torch.Tensor]:
+def weights_of(checkpoint: Path, manifest: Manifest, *, ema: bool | None = None) -> dict[str, torch.Tensor]:
     """Return the `consolidated_state_dict` of an intact checkpoint."""
-    if ema and "ema_updates" not in manifest["counters"]:
+    if ema is None:
+        ema = is_averaged(manifest)
+    elif ema and not is_averaged(manifest):
         raise ValueError(f"{checkpoint} has no averaged weights: it was trained without --ema-decay")
     wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # frozen parameters have no average
     for key, value in _tensors(checkpoint, manifest):
@@ -196,6 +202,10 @@ def weights_of(checkpoint: Path, manifest: Manifest, *, ema: bool = False) -> di
         if kind == "model" or (ema and kind == EMA):
             wanted[kind][name] = value
     return wanted["model"] | wanted[EMA]
+
+
+def is_averaged(manifest: Manifest) -> bool:
+    return "ema_updates" in manifest["counters"]
 
 
 def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:

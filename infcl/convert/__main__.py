@@ -1,6 +1,6 @@
 """Write a model that other programs can load, from a run (export) or from other weights (import).
 
-    python -m infcl.convert export RUN [--format open_clip|hf|safetensors] [--ema]
+    python -m infcl.convert export RUN [--format open_clip|hf|safetensors] [--no-ema]
     python -m infcl.convert import WEIGHTS --out FOLDER [--model CONFIG] [--format ...]
 
 No GPU is needed. infcl/convert/export.py describes the formats; infcl/convert/import_weights.py lists the sources.
@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from infcl.checkpoint.load import newest_intact, weights_of
+from infcl.checkpoint.load import is_averaged, newest_intact, weights_of
 from infcl.config import OneLineParser
 from infcl.config.json_file import read_record
 from infcl.convert.export import FORMATS, export_model
@@ -28,7 +28,7 @@ class _Finished(TypedDict, total=False):
     """What is read of summary.json."""
 
     steps: int
-    ema: bool
+    ema: bool | None
     evaluation: dict[str, dict[str, Any]]
 
 
@@ -58,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     both.add_argument("--format", choices=FORMATS, default="open_clip", help="who loads it [open_clip]")
     export = commands.add_parser("export", parents=[both], help="a run of pretrain_clip.py")
     export.add_argument("run", type=Path, help="run folder; its last checkpoint is exported")
-    export.add_argument("--ema", action="store_true", help="the averaged weights of a run with --ema-decay")
+    export.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="the averaged weights of a run, or not [if it has them (--ema-decay)]",
+    )
     export.add_argument("--out", type=Path, help="folder to write [RUN/export; RUN/export-FORMAT for other formats]")
     imported = commands.add_parser("import", parents=[both], help="weights of open_clip, transformers or OpenAI")
     imported.add_argument("weights", type=Path, help="file or folder, as --pretrained reads them")
@@ -72,14 +76,15 @@ def _export(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
         raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
     cfg = load_any_config(args.run / "model_config.json")
     checkpoint, manifest = newest_intact(args.run)
+    ema = is_averaged(manifest) if args.ema is None else args.ema
     out = export_model(
-        weights_of(checkpoint, manifest, ema=args.ema),
+        weights_of(checkpoint, manifest, ema=ema),
         cfg,
         stored_tokenizer(args.run, cfg),
         args.out or args.run / ("export" if args.format == "open_clip" else f"export-{args.format}"),
         format=args.format,
         name=args.name or args.run.resolve().name,
-        card=_summary(args.run, manifest["trainer"], ema=args.ema),
+        card=_summary(args.run, manifest["trainer"], ema=ema),
     )
     return out, cfg
 

@@ -43,12 +43,12 @@ class Weights(NamedTuple):
     std: Sequence[float] = IMAGE_STD
 
 
-def read_weights(path: str | Path, *, ema: bool = False) -> Weights:
+def read_weights(path: str | Path, *, ema: bool | None = None) -> Weights:
     """Read weights from a file or folder.
 
     Args:
         path: see the module's docstring.
-        ema: read the averaged weights of a run or checkpoint.
+        ema: see `consolidated_state_dict`; for a run or checkpoint.
 
     Raises:
         ValueError: `path` has no weights, no average, or a file that is no state dict or would run code when loaded.

@@ -102,7 +102,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     metrics = task.run(encoder(clip, args.precision), parallel)
     seconds = round(time.perf_counter() - started, 2)
     about = {"checkpoint": str(args.checkpoint), "task": args.task, "data": args.data, "precision": args.precision}
-    about |= {"ema": True} if args.ema else {}
+    about |= {} if args.ema is None else {"ema": args.ema}
     about |= {**task.about, "image_resize": args.image_resize, "world_size": parallel.world_size, "seconds": seconds}
     return about | {"metrics": metrics}
 
@@ -137,7 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint", required=True, help="run, checkpoint, export, open_clip or CLIPModel folder, or a weights file")
-    add("--ema", action="store_true", help="the averaged weights of a run or checkpoint (--ema-decay)")
+    add(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="the averaged weights of a run or checkpoint, or not [if it has them (--ema-decay)]",
+    )
     add("--task", required=True, choices=("zeroshot", "retrieval"))
     add("--data", required=True, help="shards, a folder of class folders, or a .csv or .jsonl of images and captions")
     add("--model", help="model config of a bare weights file")

@@ -28,7 +28,7 @@ def load_model(
     device: torch.device,
     model: str | None = None,
     tokenizer: str | Path | None = None,
-    ema: bool = False,
+    ema: bool | None = None,
 ) -> tuple[CLIP, AnyTokenizer]:
     """Load a model in eval mode on the device, and its tokenizer.
 
@@ -36,6 +36,7 @@ def load_model(
         checkpoint: run, checkpoint, export, open_clip or CLIPModel folder, a weights file, or open_clip:TAG.
         model: config of a bare weights file or a tag.
         tokenizer: see `find_tokenizer`; by default the one that is recorded with the weights.
+        ema: the averaged weights of a run or checkpoint; by default if it has them.
 
     Returns:
         The model, and the tokenizer: n texts -> int64 [n, L].

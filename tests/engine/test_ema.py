@@ -129,13 +129,13 @@ def test_the_average_is_evaluated_and_exported(averaged_run, tmp_path):
     assert not torch.equal(average["visual.proj"], weights["visual.proj"])
     exported, _ = load_exported(run.export)
     assert torch.equal(exported.state_dict()["visual.proj"], average["visual.proj"])
-    for flags, wanted in (([], weights), (["--ema"], average)):
+    for flags, wanted in (([], average), (["--no-ema"], weights)):
         out = tmp_path / f"out{len(flags)}"
         assert convert(["export", str(run.root), "--out", str(out), *flags]) == 0
         assert torch.equal(read_weights(out).state["visual.proj"], wanted["visual.proj"])
-    evaluated, _ = load_model(run.root, device=torch.device("cpu"), ema=True)
+    evaluated, _ = load_model(run.root, device=torch.device("cpu"))
     assert torch.equal(evaluated.visual.proj, average["visual.proj"])
-    assert "moving average" in (tmp_path / "out1" / "README.md").read_text()
+    assert "moving average" in (tmp_path / "out0" / "README.md").read_text()
 
 
 @pytest.mark.first(2)

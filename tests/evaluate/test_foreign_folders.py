@@ -73,7 +73,7 @@ def test_the_report_of_a_foreign_run_runs_no_code_and_says_why_it_has_no_gallery
 
 def test_exporting_a_foreign_run_and_starting_from_its_weights_run_no_code(planted, tmp_path, monkeypatch):
     root, _, mark, model = planted
-    found = root, {"trainer": {"step": 1, "samples_seen": 8}}
+    found = root, {"trainer": {"step": 1, "samples_seen": 8}, "counters": {}}
     monkeypatch.setattr(convert, "newest_intact", lambda run: found)
     monkeypatch.setattr(convert, "weights_of", lambda *_, **__: model.state_dict())
     for format in convert.FORMATS:
