@@ -240,7 +240,7 @@ def test_settings_of_models_that_open_clip_builds_must_agree_too(tmp_path):
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "open_clip:ViT-B-32", "open_clip:ViT-B-32-quickgelu"])
 def test_a_tag_whose_weights_need_quick_gelu_is_rejected_for_a_model_without_it(name, tmp_path, monkeypatch):
-    """open_clip only warns: 27 of its tags, as OpenAI's, MetaCLIP's and DFN's, need another model than their own."""
+    """open_clip only warns: 28 of its tags, as OpenAI's, MetaCLIP's and DFN's, need another model than their own."""
     open_clip = import_open_clip()
     save_file({"logit_scale": torch.zeros(())}, tmp_path / "w.safetensors")
     monkeypatch.setattr(open_clip.pretrained, "download_pretrained", lambda _: str(tmp_path / "w.safetensors"))
