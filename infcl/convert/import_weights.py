@@ -282,9 +282,7 @@ def _check_settings(ours: ModelConfig, theirs: ModelConfig, tower: str, source: 
     different = [f"{name} is {there[name]} there, {here[name]} here" for name in names]
     if different:
         hint = ", such as open_clip:ViT-B-32-quickgelu" if "quick_gelu" in names else ""
-        if {"text_cfg.pool_type", "text_cfg.eos_id"} & set(
-            names
-        ):  # which a sentencepiece tokenizer and some of Hugging Face's change
+        if {"text_cfg.pool_type", "text_cfg.eos_id"} & set(names):  # some tokenizers change them
             hint = ", and the tokenizer that belongs to it (open_clip:NAME or hf:FOLDER)"
         raise ValueError(f"{source} is another model: {'; '.join(different)}. Choose a --model with its settings{hint}")
 
