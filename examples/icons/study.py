@@ -95,6 +95,8 @@ class Study:
         self.slots = max(1, args.gpus * args.per_gpu)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.devices = visible.split(",") if visible else list(map(str, range(args.gpus)))
+        if args.gpus > len(self.devices):
+            raise ValueError(f"--gpus {args.gpus}, but CUDA_VISIBLE_DEVICES is {visible}")
         self.workers = max(1, (os.cpu_count() or 1) // self.slots - 2) if args.workers is None else args.workers
         self.rows_file = args.logs / "rows.csv"
         self.changed = threading.Condition()

@@ -21,7 +21,7 @@ GROUP = ("batch", "steps", "treatment", "loss", "start", "teacher", "flags", "tr
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--chart", type=Path, help="score over the batch, one line per treatment, as a picture")
+    parser.add_argument("--chart", type=Path, help="picture of the score at equal samples and steps")
     args = parser.parse_args(arguments)
     with open(args.rows, newline="") as file:
         groups = grouped(list(csv.DictReader(file)))
@@ -51,7 +51,7 @@ def percent(rows: list[dict], name: str) -> str:
 
 
 def draw(groups: dict[tuple[str, ...], list[dict]], path: Path) -> None:
-    """Draw the best setting of each batch: at equal samples a line per treatment, loss and start; at equal steps."""
+    """Draw the best setting of each batch. Left: equal samples; right: equal steps."""
     from matplotlib.figure import Figure
 
     rows = [rows for rows in groups.values() if not rows[0]["train"]]
@@ -72,7 +72,7 @@ def draw(groups: dict[tuple[str, ...], list[dict]], path: Path) -> None:
 
 
 def _kind(row: dict) -> str:
-    more = [row["flags"], "taught" * bool(row["teacher"]), "continued" * bool(row["start"])]
+    more = [row["flags"], "distilled" * bool(row["teacher"]), "continued" * bool(row["start"])]
     return ", ".join(filter(None, [row["loss"], row["treatment"], *more]))
 
 

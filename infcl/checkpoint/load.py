@@ -205,6 +205,7 @@ def weights_of(checkpoint: Path, manifest: Manifest, *, ema: bool | None = None)
 
 
 def is_averaged(manifest: Manifest) -> bool:
+    """Return whether a checkpoint has the averages of --ema-decay."""
     return "ema_updates" in manifest["counters"]
 
 

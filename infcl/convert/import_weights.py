@@ -55,18 +55,20 @@ def read_weights(path: str | Path, *, ema: bool | None = None) -> Weights:
     """
     path = Path(path)
     is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
-    if ema and not is_run:
+    if ema is not None and not is_run:
         raise ValueError(f"{path} is not a run or checkpoint of this trainer: it has no averaged weights")
     if path.is_file():
         return Weights(_our_names(_read_file(path)), None, str(path))
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
     if is_run:
-        from infcl.checkpoint.load import consolidated_state_dict
+        from infcl.checkpoint.load import is_averaged, newest_intact, weights_of
 
         cfg = load_any_config(described_in(path) / "model_config.json")
-        state = _our_names(consolidated_state_dict(path, ema=ema))
-        return Weights(state, cfg, str(path), cfg.preprocess.mean, cfg.preprocess.std)
+        checkpoint, manifest = newest_intact(path)
+        averaged = is_averaged(manifest) if ema is None else ema
+        state = _our_names(weights_of(checkpoint, manifest, ema=averaged))
+        return Weights(state, cfg, f"{path}{' (averaged)' * averaged}", cfg.preprocess.mean, cfg.preprocess.std)
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
@@ -86,7 +88,7 @@ def config_of(weights: Weights, source: str | Path, model: str | None) -> ModelC
             raise ValueError(f"--model {model}: {source} brings its own config; leave --model out")
         return weights.cfg
     if model is None:
-        raise ValueError(f"{source} is a bare file: give its config, --model ViT-B-32 or a JSON file")
+        raise ValueError(f"{source} does not say which model it is: give --model, such as ViT-B-32 or a JSON file")
     cfg = load_any_config(model)
     return cfg if cfg.fixed_preprocess else cfg.with_preprocess(weights_preprocess(str(source), model))
 

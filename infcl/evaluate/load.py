@@ -45,6 +45,8 @@ def load_model(
         ValueError: weights, config and tokenizer do not match.
     """
     if model is not None and str(checkpoint).startswith(PREFIX):
+        if ema is not None:
+            raise ValueError(f"{checkpoint} is not a run or checkpoint of this trainer: it has no averaged weights")
         weights, tokenizer = read_tag(str(checkpoint), model), tokenizer or PREFIX + model.removeprefix(PREFIX)
     else:
         weights = read_weights(checkpoint, ema=ema)
@@ -54,7 +56,7 @@ def load_model(
     if source is None:
         raise ValueError(f"no tokenizer is stored with the weights, and {ids} ids are not CLIP's own: give --tokenizer")
     tokenize = source.open(cfg.text_cfg.context_length)
-    if weights.cfg is None and source.kind == "sentencepiece":  # the config has CLIP's own vocabulary size
+    if cfg is not weights.cfg and source.kind == "sentencepiece":  # the config has CLIP's own vocabulary size
         cfg = cfg.with_tokenizer(**ids_of(tokenize))
     elif source.kind == "sentencepiece" and tokenize.vocab_size > ids:
         raise ValueError(f"{source.where} has {tokenize.vocab_size} ids, the model {ids} embeddings")

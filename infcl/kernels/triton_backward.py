@@ -210,7 +210,7 @@ def _d_logits(
 
 def _in_halves(sigmoid: bool, blocks: Blocks) -> bool:
     """Return whether a full tile's epilogue would spill registers (tests/kernels/test_registers.py)."""
-    return sigmoid or blocks.groups is not None and (blocks.groups.positive or blocks.limits is not None)
+    return sigmoid or (blocks.groups is not None and (blocks.groups.positive or blocks.limits is not None))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "offset", "programs"])
@@ -316,9 +316,7 @@ def _d_logits_kernel(
                     row_factor = 0.5 * tl.exp2(row_lse - shift)
                     col_factor = tl.exp2(shift - col_lse)
                     exponents = logits * scale2 - row_lse[:, None]
-                    if (
-                        LIMITED
-                    ):  # may be far above an LSE that leaves the entry out; below that of a column that does not
+                    if LIMITED:  # of entries that a row leaves out, finite; of those that a column counts, below 80
                         exponents = tl.minimum(exponents, 96.0)
                     d_logits = exp2(exponents, SHARED)
                     both = row_factor[:, None] * col_factor[None, :]

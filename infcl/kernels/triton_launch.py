@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from infcl.kernels.tile import Blocks, Groups, Limits
 
 LOG2E = tl.constexpr(math.log2(math.e))
-_STEEP = tl.constexpr(2.0**60)  # times the least difference of two cosines that float32 holds, more than 1
+_STEEP = tl.constexpr(2.0**60)  # times the difference of two cosines: 1 or more, if it is at least 2^-60
 _HEIGHT, _WIDTH = 128, 256  # tile of half-precision features, in the kernels and in cuBLAS
 
 _compiled: dict[tuple, Any] = {}

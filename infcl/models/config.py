@@ -12,6 +12,7 @@ Source of the schema: open_clip 3.3, model_configs/*.json and the dataclasses of
 import dataclasses
 import json
 import math
+import reprlib
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -300,6 +301,8 @@ def load_any_config(name_or_path: str | Path) -> ModelConfig:
         raise ValueError(f"no model {str(name_or_path)!r}: not a file, and not one of {', '.join(list_models())}")
     fields = read_record(path, dict)
     model = fields.get("model_cfg", fields)
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: model_cfg is {reprlib.repr(model)}, not an object")
     if fields.get("built_by") == BUILT_BY or (path.name == "open_clip_config.json" and not _is_ours(model)):
         return open_clip_config(fields, source=str(path))
     return parse_model_config(model, source=str(path))
@@ -324,7 +327,9 @@ def parse_model_config(fields: dict[str, Any], *, source: str = "model config") 
 
 def _is_ours(model: dict[str, Any]) -> bool:
     """Return whether our towers know all keys of a model_cfg. A list of layers is a ResNet's."""
-    vision, text = model.get("vision_cfg") or {}, model.get("text_cfg") or {}
+    vision, text = (model.get(name) or {} for name in ("vision_cfg", "text_cfg"))
+    if not isinstance(vision, dict) or not isinstance(text, dict):
+        return True  # which reports it
     known = ({field.name for field in dataclasses.fields(cfg)} for cfg in (CLIPConfig, VisionConfig, TextConfig))
     return all(map(set.issuperset, known, (model, vision, text))) and not isinstance(vision.get("layers"), list)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -138,6 +139,7 @@ def test_a_shared_disk_that_fails_on_one_host_is_full_and_then_gone_is_reported_
         words = ["-c", 'exec python "$@" > "$0$RANK" 2>&1', tmp_path / "shown", *fault_flags(demo_folder, logs, *more)]
         processes = train_without_launcher(hosts, words, program="bash")
         latest, filler = logs / "run" / "checkpoints" / "latest", logs / "filler"
+        full = "on worker-1: No space left on device"
 
         def wait_for(text: str) -> None:
             wait_until(lambda: text in shown.read_text(), 150, shown.read_text, processes[0])
@@ -145,6 +147,11 @@ def test_a_shared_disk_that_fails_on_one_host_is_full_and_then_gone_is_reported_
         def wait_for_a_checkpoint() -> None:
             before = latest.read_text()
             wait_until(lambda: latest.read_text() != before, 60, shown.read_text, processes[0])
+
+        def fill() -> None:
+            """Leave 1 MiB, so that no checkpoint fits. Again and again: a removed checkpoint frees its space."""
+            with suppress(OSError), open(filler, "ab") as file:
+                file.write(bytes(max(0, shutil.disk_usage(logs).free - 2**20)))
 
         def remount(option: str) -> None:
             assert hosts[1].run(["mount", "-o", f"remount,bind,{option}", logs]).returncode == 0
@@ -154,8 +161,7 @@ def test_a_shared_disk_that_fails_on_one_host_is_full_and_then_gone_is_reported_
         wait_for("could not be written (rank 1 on worker-2: Read-only file system); training continues")
         remount("rw")
         wait_for_a_checkpoint()
-        filler.write_bytes(bytes(shutil.disk_usage(logs).free - 2**20))  # no checkpoint fits
-        wait_for("on worker-1: No space left on device")
+        wait_until(lambda: fill() or full in shown.read_text(), 150, shown.read_text, processes[0])
         filler.unlink()
         wait_for_a_checkpoint()
         for host in hosts.all:

@@ -352,7 +352,7 @@ def test_import_writes_the_weights_for_another_program(source, tmp_path, capsys)
     path = write("pt", source, tmp_path)
     (tmp_path / "model.json").write_text(source.cfg.to_json())
     out = tmp_path / "out"
-    assert imports(path, "--out", out) == 2 and "give its config, --model" in capsys.readouterr().err
+    assert imports(path, "--out", out) == 2 and "give --model" in capsys.readouterr().err
     assert imports(path, "--out", out, "--model", tmp_path / "model.json", "--format", "hf") == 0
     assert imports(out, "--out", out) == 2 and "choose another" in capsys.readouterr().err
     assert imports(out, "--out", tmp_path / "again", "--model", "ViT-B-32") == 2

@@ -314,7 +314,7 @@ def rejection(rank, world_size, arguments):
 @pytest.mark.parametrize(
     ("checkpoint", "more", "message"),
     [
-        ("weights.pt", [], "is a bare file: give its config"),
+        ("weights.pt", [], "does not say which model it is: give --model"),
         ("open_clip", ["--model", "ViT-B-32"], "brings its own config; leave --model out"),
         ("open_clip", ["--zeroshot-classnames", "/no/file"], "--zeroshot-classnames /no/file: No such file"),
         ("nothing", [], "no such file or folder"),

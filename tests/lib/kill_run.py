@@ -46,7 +46,11 @@ class Starter:
     def finish(self, *arguments) -> tuple[list[int], str]:
         """Start a run and wait until no process of it is left; return the exit codes of its ranks, and its output."""
         session, folder = self.start(*arguments), arguments[1]
-        wait_until(lambda: not members(session), 300, lambda: (folder / "log").read_text()[-3000:])
+        try:
+            wait_until(lambda: not members(session), 300, lambda: (folder / "log").read_text()[-3000:])
+        finally:
+            for process in members(session):
+                os.kill(process, signal.SIGKILL)
         codes = json.loads((folder / "codes").read_text())
         return [codes[str(rank)] for rank in range(RANKS)], (folder / "log").read_text()
 

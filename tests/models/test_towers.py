@@ -320,12 +320,13 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("prefix", ["", "open_clip:"])
+@pytest.mark.parametrize("prefix", ["", "open_clip:", "folder"])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_strangers_config_is_one_line_before_a_tower_is_built(text, prefix, tmp_path):
-    (tmp_path / "model.json").write_text(text)
-    with pytest.raises(ValueError, match=r"model\.json") as wrong:
-        load_any_config(f"{prefix}{tmp_path}/model.json")
+    name, door = ("open_clip_config.json", "") if prefix == "folder" else ("model.json", f"{prefix}{tmp_path}/")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")) as wrong:
+        load_any_config(tmp_path if prefix == "folder" else f"{door}{name}")
     assert "\n" not in str(wrong.value) and len(str(wrong.value)) < 3 * len(str(tmp_path)) + 300
 
 

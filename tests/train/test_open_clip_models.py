@@ -226,13 +226,19 @@ def test_weights_of_a_tag_are_taken_and_a_locked_tower_keeps_them(models, demo_f
         assert kept == (name.startswith("visual.") or name == "attn_mask"), name
 
 
-def test_a_tag_is_a_teacher_with_its_pixels_and_its_tokenizer(models, tmp_path):
+def test_a_tag_is_a_teacher_with_its_pixels_and_its_tokenizer(models, tmp_path, tokenizer_model):
     import open_clip
 
     given = write_tag(models, tmp_path, vocab_size=49408, context_length=9)
     config = TrainConfig(distill_model="open_clip:resnet", distill_pretrained="open_clip:mine")
     with open_clip_with_a_tag(tmp_path):
         model, tokenizer = load_teacher(config, load_open_clip_config("open_clip:resnet"))
+        for options, wrong in (
+            ({"tokenizer": tokenizer_model}, "another model: text_cfg.pool_type"),
+            ({"ema": False}, "no averaged"),
+        ):
+            with pytest.raises(ValueError, match=wrong):
+                load_model("open_clip:mine", device=torch.device("cpu"), model="open_clip:resnet", **options)
     assert (model.cfg.preprocess.mean, model.cfg.preprocess.std) == PIXELS
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
