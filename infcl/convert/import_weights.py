@@ -102,7 +102,7 @@ def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
     if source is None:
         return {}
     said = _tag(source, model) if source.startswith(PREFIX) else _preprocessing(described_in(Path(source)))
-    preprocess = dataclasses.asdict(parse_preprocess(said, f"--pretrained {source}"))
+    preprocess = dataclasses.asdict(parse_preprocess(said, source))
     return {name: value for name, value in preprocess.items() if name in said}
 
 
@@ -118,7 +118,7 @@ def read_tag(source: str, model: str) -> Weights:
     try:
         file = download_pretrained(about)
     except Exception as error:  # raised by urllib or huggingface_hub
-        raise ValueError(f"--pretrained {source}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{source}: {str(error).splitlines()[0]}") from error
     pixels = about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD)
     return Weights(_our_names(_read_file(Path(file))), _tag_config(about, model), f"{source} of {model}", *pixels)
 
@@ -131,15 +131,13 @@ def _tag_config(about: Mapping[str, Any], model: str) -> ModelConfig:
 
 def _tag(source: str, model: str) -> dict[str, Any]:
     """Return open_clip's entry for a tag: url, mean, std, interpolation, resize_mode."""
-    import_open_clip(f"--pretrained {source}")
+    import_open_clip(source)
     from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
     name = model.removeprefix(PREFIX).replace("/", "-")
     if not (about := get_pretrained_cfg(name, source.removeprefix(PREFIX))):
         tags = ", ".join(list_pretrained_tags_by_model(name)) or "none"
-        raise ValueError(
-            f"--pretrained {source}: open_clip has no weights of that name for --model {model}; it has {tags}"
-        )
+        raise ValueError(f"{source}: open_clip has no weights of that name for --model {model}; it has {tags}")
     return about
 
 
