@@ -46,8 +46,8 @@ def poisoned_fit(rank, world_size, config, faults: dict[int, str], on_rank=0, *,
 
     loss = trainer.sampled_loss.loss
 
-    def failing_loss(*features):
-        return loss(*features) + (math.inf if fault() == "loss" else 0)  # its gradients are what they are
+    def failing_loss(*features, **options):
+        return loss(*features, **options) + (math.inf if fault() == "loss" else 0)  # its gradients are what they are
 
     trainer.engine.encode, trainer.sampled_loss.loss = failing_encode, failing_loss
     with mock.patch.object(finite, "MAX_SKIPPED", most), mock.patch("infcl.train.results.draw_loss_curve"):
