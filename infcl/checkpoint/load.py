@@ -192,9 +192,8 @@ def newest_intact(run: str | Path) -> tuple[Path, Manifest]:
 
 def weights_of(checkpoint: Path, manifest: Manifest, *, ema: bool | None = None) -> dict[str, torch.Tensor]:
     """Return the `consolidated_state_dict` of an intact checkpoint."""
-    if ema is None:
-        ema = is_averaged(manifest)
-    elif ema and not is_averaged(manifest):
+    ema = takes_average(manifest, ema)
+    if ema and not is_averaged(manifest):
         raise ValueError(f"{checkpoint} has no averaged weights: it was trained without --ema-decay")
     wanted: dict[str, dict[str, torch.Tensor]] = {"model": {}, EMA: {}}  # frozen parameters have no average
     for key, value in _tensors(checkpoint, manifest):
@@ -207,6 +206,11 @@ def weights_of(checkpoint: Path, manifest: Manifest, *, ema: bool | None = None)
 def is_averaged(manifest: Manifest) -> bool:
     """Return whether a checkpoint has the averages of --ema-decay."""
     return "ema_updates" in manifest["counters"]
+
+
+def takes_average(manifest: Manifest, ema: bool | None) -> bool:
+    """Return `ema`; if it is None, whether there are averages."""
+    return is_averaged(manifest) if ema is None else ema
 
 
 def full_weights(engine: Engine, *, keep: bool, ema: bool = False) -> dict[str, torch.Tensor]:

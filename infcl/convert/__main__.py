@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from infcl.checkpoint.load import is_averaged, newest_intact, weights_of
+from infcl.checkpoint.load import newest_intact, takes_average, weights_of
 from infcl.config import OneLineParser
 from infcl.config.json_file import read_record
 from infcl.convert.export import FORMATS, export_model
@@ -28,7 +28,7 @@ class _Finished(TypedDict, total=False):
     """What is read of summary.json."""
 
     steps: int
-    ema: bool | None
+    ema: bool
     evaluation: dict[str, dict[str, Any]]
 
 
@@ -76,7 +76,7 @@ def _export(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
         raise ValueError(f"{args.run} is no run folder: a run writes model_config.json and checkpoints/ there")
     cfg = load_any_config(args.run / "model_config.json")
     checkpoint, manifest = newest_intact(args.run)
-    ema = is_averaged(manifest) if args.ema is None else args.ema
+    ema = takes_average(manifest, args.ema)
     out = export_model(
         weights_of(checkpoint, manifest, ema=ema),
         cfg,

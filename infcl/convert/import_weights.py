@@ -62,11 +62,11 @@ def read_weights(path: str | Path, *, ema: bool | None = None) -> Weights:
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
     if is_run:
-        from infcl.checkpoint.load import is_averaged, newest_intact, weights_of
+        from infcl.checkpoint.load import newest_intact, takes_average, weights_of
 
         cfg = load_any_config(described_in(path) / "model_config.json")
         checkpoint, manifest = newest_intact(path)
-        averaged = is_averaged(manifest) if ema is None else ema
+        averaged = takes_average(manifest, ema)
         state = _our_names(weights_of(checkpoint, manifest, ema=averaged))
         return Weights(state, cfg, f"{path}{' (averaged)' * averaged}", cfg.preprocess.mean, cfg.preprocess.std)
     file = next((path / name for name in _FILES if (path / name).is_file()), None)

@@ -83,14 +83,11 @@ def distillation_loss(
     student = image_features, text_features, scalar_like(image_features, logit_scale)
     losses = []
     for rows, columns, scale, weight in zip(images, texts, scales, weights):
-        fits = {len(rows), len(columns)} == {len(image_features)}
-        counts = (
-            f"distillation: the teacher has {len(rows)} images and {len(columns)} texts, the student "
-            f"{len(image_features)} samples"
-        )
+        counts = f"{len(rows)} images and {len(columns)} texts, the student {len(image_features)} samples"
+        fits = len(rows) == len(columns) == len(image_features)
+        invalid = "" if fits else f"distillation: the teacher has {counts}"
         given = rows.detach(), columns.detach()
-        of_teacher: Any = {"sizes": ("images", "texts"), "invalid": "" if fits else counts}
-        set_up("distillation's teacher", *given, group, options, **of_teacher)
+        set_up("distillation's teacher", *given, group, options, sizes=("images", "texts"), invalid=invalid)
         teacher = *given, scalar_like(image_features, scale).detach()
         losses.append(weight * _Distillation.apply(*student, *teacher, setup))
     return torch.stack(losses).sum()

@@ -120,7 +120,7 @@ if __name__ == "__main__":
         if os.fork() == 0:
             try:
                 launcher_process(order["arguments"], order["port"], Path(order["folder"]), order["fault"])
-            except Exception:
+            except Exception:  # os._exit would hide it
                 traceback.print_exc()
             finally:
                 os._exit(1)

@@ -139,7 +139,7 @@ def test_the_readmes_loss_runs_as_shown():
 
 
 def test_the_examples_of_the_page_about_objectives_run_as_shown():
-    sides = [torch.nn.functional.normalize(torch.randn(5, 512), dim=1) for _ in range(6)]
+    sides = [F.normalize(torch.randn(5, 512), dim=1) for _ in range(6)]
     names = ("image_features", "text_features", "queries", "documents", "first_views", "second_views")
     given = dict(zip(names, sides)) | {"teacher_images": sides[0], "teacher_texts": sides[1], "group": None}
     given |= {"scale": 10.0, "bias": -5.0, "positives": torch.arange(5), "ids": torch.arange(5)}
