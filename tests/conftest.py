@@ -1,7 +1,6 @@
 """Fixtures that several test files share, and what makes a test's surroundings the same everywhere."""
 
 import os
-import pickle
 import random
 import re
 import signal
@@ -174,22 +173,3 @@ def shards(tmp_path_factory):
     from tests.lib.shard_files import write_shards
 
     return write_shards(tmp_path_factory.mktemp("shards"), [7, 19, 0, 4, 23])
-
-
-@pytest.fixture
-def faulty(tmp_path):
-    """Write 29 good samples, four bad ones, a pickle that must not be opened, and a truncated shard."""
-    from tests.lib.shard_files import Payload, encode, pair_members, picture, write_tar
-
-    members = [member for i in range(20) for member in pair_members(i)]
-    members += [("t.jpg", encode(picture(0, 64, 64), "JPEG")[:500]), ("t.txt", b"truncated")]
-    members += [("h.png", b"<html>"), ("h.txt", b"a web page")]
-    members += [("e.png", encode(picture(1))), ("e.txt", b"  ")]
-    members += [("j.png", encode(picture(1))), ("j.json", b"{")]
-    members += [("n.png", encode(picture(1)))]
-    payload = pickle.dumps(Payload(tmp_path / "executed"))
-    members += [(f"p.{kind}", payload) for kind in ("pkl", "pickle", "pyd", "pth", "npy")] + pair_members(20, key="p")
-    write_tar(tmp_path / "a" / "0.tar", members)
-    path = write_tar(tmp_path / "a" / "1.tar", [member for i in range(21, 31) for member in pair_members(i)])
-    path.write_bytes(path.read_bytes()[:-12_000])
-    return tmp_path

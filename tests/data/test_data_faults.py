@@ -13,6 +13,8 @@ from tests.lib.small_loader import small_loader
 
 NO_PIPE = r"'pipe:cat /.*0.tar' runs a shell command: it needs --dataset-type streaming, and --allow-pipe-urls"
 
+NO_ACCESS = "1 of 3 shards cannot be used: http.*the server has no random access: use --dataset-type streaming"
+
 
 @dataclass
 class Place:
@@ -54,9 +56,9 @@ def pipe(*more: str, allow_pipe: bool = True):
     return case
 
 
-def http(ranges: bool = True, **during):
+def http(ranges: bool = True, tells_size: bool = True, **during):
     def case(place: Place) -> None:
-        place.web.ranges, place.during = ranges, during
+        place.web.ranges, place.web.tells_size, place.during = ranges, tells_size, during
         place.urls = place.web_url + "/{00000..00002}.tar"
 
     return case
@@ -87,8 +89,8 @@ CASES = [
     ("pipe: that fails after 2 KB", pipe("pipe:head -c 2000 {}/00000.tar; exit 1"), NO_PIPE,
      (30, {"shard_unreadable"})),
     ("http", http(), (30, {}), (30, set())),
-    ("http without ranges", http(ranges=False),
-     "1 of 3 shards cannot be used: http.*the server has no random access: use --dataset-type streaming", (30, set())),
+    ("http without ranges", http(ranges=False), NO_ACCESS, (30, set())),
+    ("http without sizes", http(tells_size=False), NO_ACCESS, (30, set())),
     ("http that answers 503 twice", http(fail=2), (30, {}), (30, set())),
     ("http that goes away", http(fail=10**9), "100 samples in a row .*shard_unreadable: .*3 attempts failed.* 503",
      "3 samples in a row .*shard_unreadable: .*3 attempts failed, the last with OSError: http status 503"),
@@ -131,15 +133,24 @@ def test_a_fault_of_a_shard_costs_its_own_samples_and_is_counted(
     assert (len(used), counts if reader == "indexed" else set(counts)) == expected
 
 
+def three_pairs(path: Path) -> None:
+    write_tar(path, [member for i in range(3) for member in pair_members(i)])
+
+
 @pytest.mark.parametrize(
-    ("change", "counted"),
+    ("change", "opened_before", "counted"),
     [
-        (lambda path: write_tar(path, [m for i in range(3) for m in pair_members(i)]), "skipped/shard_changed"),
-        (Path.unlink, "skipped/shard_missing"),
+        (three_pairs, False, "shard_changed"),
+        (three_pairs, True, "shard_changed"),
+        (Path.unlink, False, "shard_missing"),
     ],
 )
-def test_a_shard_that_is_replaced_or_removed_during_the_run_costs_its_own_samples(tmp_path, tokenizer, change, counted):
-    folder = write_shards(tmp_path, [10, 10, 10])
-    loader = small_loader(folder, tokenizer, max_bad_fraction=0.95)
+def test_a_shard_that_is_replaced_or_removed_during_the_run_costs_its_own_samples(
+    tmp_path, tokenizer, change, opened_before, counted
+):
+    loader = small_loader(write_shards(tmp_path, [10, 10, 10]), tokenizer, max_bad_fraction=0.95)
+    if opened_before:
+        assert len(list(loader)) == 30
+        loader.set_position(0, 0)
     change(tmp_path / "00001.tar")
-    assert len({int(batch["ids"]) for (batch,) in loader}) == 20 and loader.report()[counted] == 15
+    assert len({int(batch["ids"]) for (batch,) in loader}) == 20 and loader.report()[f"skipped/{counted}"] == 15

@@ -6,21 +6,21 @@ whose bytes are damaged (`damaged_tar`). Few examples in the default suite, thou
 
 import io
 import json
-import pickle
 import random
 import tarfile
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from infcl.data.index import SampleKeys, scan_shard
 from infcl.data.records import BadSample, Record, ShardReader, stream_records
 from infcl.data.samples import decode_record
 from infcl.data.shards import load_manifest
-from tests.lib.shard_files import Payload, encode, pair_members, picture, png_bomb, write_tar
+from tests.lib.sample_kinds import EXECUTED, KINDS, UNUSABLE, USABLE, write_kinds
+from tests.lib.shard_files import encode, pair_members, picture, write_tar
 from tests.lib.small_loader import small_loader
 
 FORMATS = st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -29,40 +29,16 @@ COMMON = {
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 FEW = settings(max_examples=40, derandomize=True, **COMMON)
-MANY = settings(max_examples=3000, **COMMON)
+
+
+def often(few: int, many: int):
+    """Run a test with so many examples in the suite, and as slow with so many others."""
+    cases = settings(FEW, max_examples=few), settings(max_examples=many, **COMMON)
+    slow = pytest.param(cases[1], marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+    return pytest.mark.parametrize("examples", [cases[0], slow], ids=["few", "many"])
+
 
 # ---- samples with drawn faults ----
-
-_PNG, _TEXT = encode(picture(0)), b"a picture"
-_JPEG = encode(picture(0, 64, 64), "JPEG", quality=90)
-# kind -> (members without the key, cause: "" usable, "index/..." left out by the index, else skipped; note)
-KINDS = {
-    "good": ([("png", _PNG), ("txt", _TEXT)], "", None),
-    "jpeg": ([("jpg", _JPEG), ("json", b'{"caption": "x"}'), ("txt", _TEXT)], "", None),
-    "caption in json": ([("png", _PNG), ("json", b'{"caption": "in json"}')], "", None),
-    "broken json next to text": ([("png", _PNG), ("json", b"{"), ("txt", _TEXT)], "", None),
-    "megabyte caption": ([("png", _PNG), ("txt", b"long " * 200_000)], "", "caption_cut"),
-    "latin-1 caption": ([("png", _PNG), ("txt", "caf\u00e9".encode("latin-1"))], "", "caption_not_utf8"),
-    "16 bit grey": ([("png", encode(np.full((20, 20), 40_000, np.uint16))), ("txt", _TEXT)], "", None),
-    "duplicate": ([("png", _PNG), ("txt", _TEXT), ("txt", _TEXT)], "", None),
-    "pickle": ([("png", _PNG), ("txt", _TEXT), ("pkl", b"PAYLOAD"), ("pyd", b"PAYLOAD")], "", None),
-    "truncated": ([("jpg", _JPEG[:700]), ("txt", _TEXT)], "broken_image", None),
-    "scan with zeros": ([("jpg", _JPEG[:700] + bytes(200) + _JPEG[900:]), ("txt", _TEXT)], "", None),
-    "NUL in the caption": ([("png", _PNG), ("txt", b"a\x00b")], "", None),
-    "web page": ([("jpg", b"<html>404</html>"), ("txt", _TEXT)], "not_an_image", None),
-    "empty image": ([("webp", b""), ("txt", _TEXT)], "empty_image_file", None),
-    "bomb": ([("png", png_bomb(20_000, 20_000)), ("txt", _TEXT)], "image_too_large", None),
-    "one pixel wide": ([("png", encode(picture(0, 40, 1))), ("txt", _TEXT)], "image_too_small_or_thin", None),
-    "GIF": ([("jpg", encode(picture(1), "GIF")), ("txt", _TEXT)], "not_an_image", None),
-    "blank caption": ([("png", _PNG), ("txt", b" \n")], "empty_caption", None),
-    "broken json": ([("png", _PNG), ("json", b'{"caption": ')], "bad_json", None),
-    "nested json": ([("png", _PNG), ("json", b"[" * 99_999)], "bad_json", None),
-    "null caption": ([("png", _PNG), ("json", b'{"caption": null}')], "no_caption", None),
-    "no image": ([("txt", _TEXT)], "index/no_image", None),
-    "no caption": ([("png", _PNG)], "index/no_caption", None),
-}
-USABLE = [kind for kind, (_, cause, _) in KINDS.items() if not cause]
-UNUSABLE = [kind for kind in KINDS if kind not in USABLE]
 
 
 @st.composite
@@ -86,9 +62,7 @@ def broken_samples(draw):
 
 def check_broken_samples(case, folder, tokenizer):
     samples, shards, tar_format = case
-    payload = pickle.dumps(Payload(folder / "executed"))
     for i, members in enumerate(shards):
-        members = [(name, payload if data == b"PAYLOAD" else data) for name, data in members]
         write_tar(folder / f"{i}.tar", members, tar_format)
     expected = Counter(KINDS[kind][1] for _, kind in samples)
     left_out = {cause: n for cause, n in expected.items() if cause.startswith("index/")}
@@ -117,40 +91,32 @@ def check_broken_samples(case, folder, tokenizer):
     skipped = {name[8:]: n for name, n in report.items() if name.startswith("skipped/")}
     assert skipped.keys() == found.keys() - {""} and all(n >= found[cause] for cause, n in skipped.items())
     assert all(report.get(name, 0) >= n for name, n in notes.items())
-    assert not (folder / "executed").exists()
+    assert not EXECUTED.exists()
 
 
-@FEW
-@given(case=broken_samples())
-def test_faults_are_counted_by_cause_and_no_good_sample_is_lost(case, tmp_path_factory, tokenizer):
-    check_broken_samples(case, tmp_path_factory.mktemp("broken"), tokenizer)
+EVERY_KIND = [(f"{i:02d}", kind) for i, kind in enumerate(KINDS)]
+THEIR_MEMBERS = [(f"{key}.{extension}", data) for key, kind in EVERY_KIND for extension, data in KINDS[kind][0]]
+
+
+@often(40, 1000)
+def test_faults_are_counted_by_cause_and_no_good_sample_is_lost(examples, tmp_path_factory, tokenizer):
+    @examples
+    @given(case=broken_samples())
+    @example(case=(EVERY_KIND, [THEIR_MEMBERS], tarfile.PAX_FORMAT))
+    def check(case):
+        check_broken_samples(case, tmp_path_factory.mktemp("broken"), tokenizer)
+
+    check()
 
 
 def test_the_streaming_reader_skips_the_same_samples_by_cause(tmp_path, tokenizer):
-    payload = pickle.dumps(Payload(tmp_path / "executed"))
-    members = [
-        (f"{i}.{extension}", payload if data == b"PAYLOAD" else data)
-        for i, (content, _, _) in enumerate(KINDS.values())
-        for extension, data in content
-    ]
-    write_tar(tmp_path / "0.tar", members)
-    options = {"dataset_type": "streaming", "num_samples": len(USABLE) + 1}  # a second pass begins
-    loader = small_loader(str(tmp_path), tokenizer, max_bad_fraction=1.0, **options)
+    options = {"dataset_type": "streaming", "num_samples": len(USABLE), "max_bad_fraction": 1.0}
+    loader = small_loader(write_kinds(tmp_path), tokenizer, **options)
     assert len({int(batch["ids"]) for (batch,) in loader}) == len(USABLE)
-    report = loader.report()
-    causes = Counter(cause.removeprefix("index/") for _, cause, _ in KINDS.values() if cause)
-    assert {name[8:] for name in report if name.startswith("skipped/")} == causes.keys()
-    assert all(report[f"skipped/{cause}"] >= n for cause, n in causes.items())
-    assert report["noted/caption_cut"] == report["noted/caption_truncated"] == report["noted/caption_not_utf8"] == 1
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(MANY, max_examples=1000)
-@given(case=broken_samples())
-def test_faults_are_counted_by_cause_and_no_good_sample_is_lost_many(case, tmp_path_factory, tokenizer):
-    check_broken_samples(case, tmp_path_factory.mktemp("broken"), tokenizer)
+    expected = Counter(f"skipped/{cause.removeprefix('index/')}" for _, cause, _ in KINDS.values() if cause)
+    expected |= Counter(f"noted/{note}" for _, _, note in KINDS.values() if note)
+    assert loader.report() == expected | {"samples": len(USABLE), "noted/caption_truncated": 1}
+    assert not EXECUTED.exists()
 
 
 # ---- bytes of a tar ----
@@ -232,18 +198,14 @@ def check_damaged_tar(case, path):
     assert len(streamed) <= 21
 
 
-@settings(FEW, max_examples=200)
-@given(case=damaged_tar())
-def test_damage_to_a_tar_costs_only_the_samples_that_it_touches(case, tmp_path_factory):
-    check_damaged_tar(case, tmp_path_factory.mktemp("damaged") / "x.tar")
+@often(200, 20_000)
+def test_damage_to_a_tar_costs_only_the_samples_that_it_touches(examples, tmp_path_factory):
+    @examples
+    @given(case=damaged_tar())
+    def check(case):
+        check_damaged_tar(case, tmp_path_factory.mktemp("damaged") / "x.tar")
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(MANY, max_examples=20_000)
-@given(case=damaged_tar())
-def test_damage_to_a_tar_costs_only_the_samples_that_it_touches_many(case, tmp_path_factory):
-    check_damaged_tar(case, tmp_path_factory.mktemp("damaged") / "x.tar")
+    check()
 
 
 @FEW
@@ -251,7 +213,8 @@ def test_damage_to_a_tar_costs_only_the_samples_that_it_touches_many(case, tmp_p
     caption=st.one_of(st.binary(max_size=40), st.text(max_size=20).map(lambda t: json.dumps({"caption": t}).encode()))
 )
 def test_any_bytes_are_a_caption_or_a_bad_sample(caption):
-    for record in (Record(_PNG, caption, None, ""), Record(_PNG, None, caption, "")):
+    image = encode(picture(0))
+    for record in (Record(image, caption, None, ""), Record(image, None, caption, "")):
         try:
             _, (text,), _ = decode_record(record)
         except BadSample as bad:

@@ -1,6 +1,7 @@
 """What an evaluation iterates over: shards, class folders and caption lists, every sample once and in order."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from infcl.data import records
 from infcl.data.index import MAX_IMAGE_BYTES
 from infcl.data.table import TableColumns
+from tests.lib.sample_kinds import EXECUTED, KINDS, write_kinds
 from tests.lib.shard_files import encode, picture, write_shards, write_tar
 from tests.lib.small_loader import eval_samples
 
@@ -108,9 +110,11 @@ def test_damaged_shards_are_counted_by_the_first_rank_alone(tmp_path):
     assert skipped[0] >= 1 and skipped[1] == 0
 
 
-def test_evaluation_leaves_out_bad_images_and_keeps_samples_without_captions(faulty):
-    shards = eval_samples(str(faulty / "a" / "0.tar"), image_size=16)
-    captions = {sample.key: sample.caption for sample in shards}
-    assert captions["e"] == captions["n"] == "" and "h" not in captions and len(captions) == 23
-    assert shards.skipped == {"broken_image": 1, "not_an_image": 1, "bad_json": 1}
-    assert not (faulty / "executed").exists()
+def test_evaluation_leaves_out_bad_images_and_json_and_keeps_samples_without_captions(tmp_path):
+    samples, kinds = eval_samples(write_kinds(tmp_path), image_size=16), list(KINDS)
+    without = {kinds[int(sample.key)] for sample in samples if not sample.caption}
+    causes = {kind: cause.removeprefix("index/") for kind, (_, cause, _) in KINDS.items()}
+    causes |= {"broken json next to text": "bad_json", "thin": ""}  # all json counts, and any shape of an image
+    assert without == {kind for kind, cause in causes.items() if cause in ("empty_caption", "no_caption")}
+    assert samples.skipped == Counter(cause for kind, cause in causes.items() if cause and kind not in without)
+    assert not EXECUTED.exists()

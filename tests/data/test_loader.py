@@ -22,6 +22,7 @@ from infcl.data.storage import ShardFault
 from infcl.data.synthetic import SyntheticSource, random_captions
 from infcl.data.tokenizer import EOS_ID, Tokenizer
 from infcl.data.workers import NoBatch, describe_death, new_log
+from tests.lib.sample_kinds import write_kinds
 from tests.lib.shard_files import pair_members, picture, write_tar
 from tests.lib.small_loader import sample_numbers, step_loader
 
@@ -194,27 +195,17 @@ def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer, tmp_pat
             step_loader(urls, tokenizer, **sizes)
 
 
-def test_bad_samples_are_replaced_alike_everywhere_and_counted_by_cause(faulty, tokenizer, caplog, monkeypatch):
+def test_bad_samples_are_replaced_alike_everywhere_and_reported_by_cause(tmp_path, tokenizer, caplog, monkeypatch):
+    """What is counted as what, and that no good sample is lost: tests/data/test_data_fuzz.py."""
     monkeypatch.setattr("infcl.data.loader._SECONDS_BETWEEN_WARNINGS", 1e9)  # more than a busy machine takes
-    loaders = [step_loader(str(faulty / "a"), tokenizer, workers=w, num_micro_batches=1) for w in (0, 1)]
+    urls, options = write_kinds(tmp_path), {"num_micro_batches": 1, "max_bad_fraction": 1.0}
+    loaders = [step_loader(urls, tokenizer, workers=workers, **options) for workers in (0, 1)]
     assert digest(loaders[0]) == digest(loaders[1])
-    loader = step_loader(str(faulty / "a"), tokenizer, num_micro_batches=1, micro_batch_size=1)
-    used = sum(sample_numbers(loader), [])
-    bad = {20, 21, 22, 23}
-    assert len(used) == loader.num_samples and not bad & set(used)
-    assert set(used) == set(range(loader.num_samples)) - bad  # no good sample is lost
-    report = loader.report()
-    causes = ("broken_image", "not_an_image", "empty_caption", "bad_json")
-    assert all(report[f"skipped/{cause}"] >= 1 for cause in causes)
-    assert report["index/no_caption"] == 1 and report["index/damaged_shards"] == 1
-    assert report["samples"] == loader.num_samples
-    assert "a/0.tar sample 21: starts with" in loader.table()
-    assert caplog.text.count("not_an_image") == 3  # once for each loader
-    assert "damaged shard" in caplog.text
-    assert not (faulty / "executed").exists()
+    assert caplog.text.count("not_an_image") == 2  # once for each loader
+    assert re.search(r"0.tar sample \d+: starts with(.|\n)*  skipped/\w+ in .*/0.tar\n", loaders[0].table())
     monkeypatch.setattr("infcl.data.loader._BAD_ALLOWED", 0)
-    with pytest.raises(TooManyBadSamples, match="more than --max-bad-fraction 0.05 allows of 30(.|\n)*skipped/"):
-        list(step_loader(str(faulty / "a"), tokenizer, max_bad_fraction=0.05))
+    with pytest.raises(TooManyBadSamples, match="more than --max-bad-fraction 0.05 allows of 33(.|\n)*skipped/"):
+        list(step_loader(urls, tokenizer, num_micro_batches=1, max_bad_fraction=0.05))
 
 
 @pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])
@@ -308,12 +299,10 @@ def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards,
 
 
 @pytest.mark.parametrize("failing", [(1,), (2,), (2, 3)])
-def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(faulty, tokenizer, monkeypatch, failing):
+def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(shards, tokenizer, monkeypatch, failing):
     """The sample that stood in for the unread one in the first pass does so in the second: no run ends for it. Where
     one is gone for good, another comes, and what reads (offload.PixelCache) compares, and ends the step."""
-    loader = step_loader(
-        str(faulty / "a"), tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)}
-    )
+    loader = step_loader(shards, tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)})
     plan = EpochPlan(loader._source._sampler.counts, chunk=1, seed=5, epoch=0)
     unread, calls = int(plan.samples(3, 4)[0]), []  # the second of micro-batch 1
     read = ShardReader.read

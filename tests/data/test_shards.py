@@ -264,29 +264,6 @@ def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path, monkeyp
     assert all(record.image is None for record in reader.read(order, images=False))
 
 
-@pytest.mark.parametrize("opened_before", [False, True])
-def test_a_shard_that_changes_during_the_run_is_a_fault_of_its_samples_and_of_no_others(tmp_path, opened_before):
-    manifest = load_manifest(write_shards(tmp_path / "a", [3, 3]))
-    reader = ShardReader(manifest)
-    if opened_before:
-        assert reader.read(np.array([0]))[0].fault is None
-    write_tar(tmp_path / "a" / "00000.tar", three_pairs()[:6])
-    records = reader.read(np.array([0, 4, 1]))
-    assert [record.fault and record.fault.cause for record in records] == ["shard_changed", None, "shard_changed"]
-    assert records[0].image is None and "changed during the run" in str(records[0].fault)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_a_plan_visits_every_sample_once_whatever_the_shard_sizes(chunk):
-    counts = [5, 0, 17, 1, 30, 8]
-    plans = [EpochPlan(counts, chunk=chunk, seed=3, epoch=epoch).samples(0, sum(counts)) for epoch in (0, 1, 0)]
-    for plan in plans:
-        np.testing.assert_array_equal(np.sort(plan), np.arange(sum(counts)))
-    np.testing.assert_array_equal(plans[0], plans[2])
-    if chunk < 64:
-        assert (plans[0] != plans[1]).any()
-
-
 def test_plans_and_draws_never_change_between_releases():
     """Golden values: a change here breaks the resume of every run."""
     for factors in (None, np.ones(1)):

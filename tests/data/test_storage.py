@@ -15,7 +15,7 @@ from infcl.data.index import SampleKeys, ensure_index
 from infcl.data.records import ShardReader, stream_records
 from infcl.data.shards import load_manifest
 from infcl.data.storage import ShardFault, open_copy, open_shard, retry
-from infcl.data.table import TableReader, read_image
+from infcl.data.table import TableReader
 from tests.lib.http_server import serving
 from tests.lib.shard_files import pair_members, write_shards, write_tar
 from tests.lib.small_loader import eval_samples, small_loader
@@ -73,18 +73,9 @@ def test_a_web_server_is_read_as_files_are(web, tmp_path, redirect):
     scans = dict(behaviour.requests)
     assert captions(url + "/{00000,00001}.tar", tmp_path) == EXPECTED  # the index is not built again
     assert all(behaviour.requests[path] - n < n for path, n in scans.items())
+    behaviour.tag = "2"  # the shards are replaced
+    assert captions(url + "/{00000,00001}.tar", tmp_path) == EXPECTED
     assert streamed(f"{url}/00000.tar", f"{url}/00001.tar") == (EXPECTED, [])
-
-
-@pytest.mark.parametrize("behaviour", [{"ranges": False}, {"tells_size": False}])
-def test_a_server_without_random_access_is_read_by_the_streaming_reader_alone(web, tmp_path, behaviour):
-    url, server = web
-    vars(server).update(behaviour)
-    with pytest.raises(ValueError, match="no random access: use --dataset-type streaming, or filecache::http"):
-        captions(url + "/00000.tar", tmp_path)
-    assert streamed(f"{url}/00000.tar") == (EXPECTED[:6], [])
-    served = (tmp_path / "served" / "00000.tar").read_bytes()
-    assert read_image(f"{url}/00000.tar") == served  # an image of a table is read as a whole
 
 
 @pytest.mark.first(4)
@@ -207,15 +198,6 @@ def test_bytes_from_another_place_than_asked_are_not_used(web):
     behaviour.short = None
     assert len(file.pread(1000, 0)) == 1000
     file.close()
-
-
-def test_a_shard_that_is_replaced_on_the_server_is_noticed(web, tmp_path):
-    url, behaviour = web
-    reader = ShardReader(load_manifest(url + "/00000.tar", index_cache=str(tmp_path / "index")))
-    assert reader.read(np.array([1]))[0].fault is None
-    behaviour.tag = "2"
-    assert reader.read(np.array([1]))[0].fault.cause == "shard_changed"
-    assert load_manifest(url + "/00000.tar", index_cache=str(tmp_path / "index")).num_samples == 6
 
 
 def test_a_copy_ends_before_the_disk_is_full_and_leaves_no_file(web, tmp_path, monkeypatch):
