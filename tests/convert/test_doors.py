@@ -21,14 +21,14 @@ from tests.lib.shard_files import picture
 from tests.lib.small_clip import CONTEXT_LENGTH, LANGUAGES, TEXTS
 from tests.lib.training import demo_config, new_trainer
 
-CPU = torch.device("cpu")
-RAW = ["A Photo, of a DOG.", "a photo of a dog", "", "the_Work!  'is' &amp; \u201cfree\u201d", LANGUAGES[2], TEXTS[3]]
+CPU, OUTPUT = torch.device("cpu"), ("image_features", "text_features", "logit_scale")
+RAW = ["A Photo, of a DOG.", "a photo of a dog", "", "the_Work!  'is' &amp; \u201cfree\u201d", *LANGUAGES, *TEXTS]
 VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
 TEXT = {"context_length": CONTEXT_LENGTH, "vocab_size": 400, "width": 32, "heads": 4, "layers": 1}
 CLIP_WORDS, CANONICAL = {"vocab_size": 49408}, {"tokenizer_kwargs": {"clean": "canonicalize"}}
 SIGLIP = {"custom_text": True, "text_cfg": {"pool_type": "last", "no_causal_mask": True, "proj_bias": True}}
 MODELS = {  # towers, and the config's own fields
-    "own": {},
+    "own": {"quick_gelu": True},
     "open_clip": {"preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.4, 0.3], "resize_mode": "squash"}},
     "custom_text": SIGLIP,
     "hf_tower": {"text_cfg": {"hf_model_name": "{folder}/bert", "hf_pooler_type": "mean_pooler"}},
@@ -94,7 +94,7 @@ def train(rank, world_size, config, open_clip_folder, pixels):
     def features():
         with torch.no_grad():
             out = trainer._encode_for_evaluation(pixels, ids)
-        return out["image_features"].clone(), out["text_features"].clone()
+        return [out[name].clone() for name in OUTPUT]
 
     own = features()
     with trainer.engine.showing_average():
@@ -106,7 +106,7 @@ def by_infcl(checkpoint, pixels, **options):
     ids = tokenize(RAW)
     with torch.no_grad():
         out = clip(pixels, ids)
-    return ids, out["image_features"], out["text_features"]
+    return ids, *(out[name] for name in OUTPUT)
 
 
 def by_open_clip(export, pixels):
@@ -117,19 +117,21 @@ def by_open_clip(export, pixels):
     mean, std = (torch.tensor(model.visual.preprocess_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
         model.eval()
-        return ids, model.encode_image((pixels / 255 - mean) / std, True), model.encode_text(ids, True)
+        features = model.encode_image((pixels / 255 - mean) / std, True), model.encode_text(ids, True)
+    return ids, *features, model.logit_scale.detach().view(1)
 
 
 def by_transformers(export, pixels):
     import transformers
 
-    model = transformers.CLIPModel.from_pretrained(export).eval()
+    model, info = transformers.CLIPModel.from_pretrained(export, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     ids = transformers.AutoTokenizer.from_pretrained(export)(RAW, padding="max_length", truncation=True)["input_ids"]
     fields = json.loads((export / "preprocessor_config.json").read_text())
     mean, std = (torch.tensor(fields[f"image_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
-        out = model(input_ids=torch.tensor(ids), pixel_values=(pixels / 255 - mean) / std)
-    return torch.tensor(ids), out.image_embeds, out.text_embeds
+        out = model.eval()(input_ids=torch.tensor(ids), pixel_values=(pixels / 255 - mean) / std)
+    return torch.tensor(ids), out.image_embeds, out.text_embeds, model.logit_scale.detach().view(1)
 
 
 @pytest.mark.first(1)
@@ -169,7 +171,7 @@ def test_every_door_gives_the_trainers_ids_and_features(
     for door, ((its_ids, *features), expected) in doors.items():
         padded = door in ("hf export", "transformers") and tokenizer == "bpe"  # CLIP's own pads with its end there
         same = its_ids == ids if not padded else (its_ids == ids) | (ids == 0)
-        assert same.all(), (door, its_ids.tolist(), ids.tolist())
+        assert same.all(), (door, [RAW[row] for row in (~same).any(1).nonzero()[:, 0].tolist()])
         for got, wanted in zip(features, expected):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6, msg=lambda why, door=door: f"{door}: {why}")
     again = build_towers(load_any_config(run / "model_config.json"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from infcl.convert.export import export_model, load_exported
+from infcl.convert.export import export_model
 from infcl.data.tokenizer import Tokenizer, canonicalise, repair
 from infcl.data.transforms import PillowTransform
 from infcl.models import CLIP, load_model_config
@@ -20,7 +20,7 @@ from infcl.models.vision import normalize_pixels
 from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.open_clip_stub import import_transformers
 from tests.lib.shard_files import picture
-from tests.lib.small_clip import CONTEXT_LENGTH, LANGUAGES, TEXTS, small_config
+from tests.lib.small_clip import CONTEXT_LENGTH, small_config
 
 
 @pytest.fixture(scope="module")
@@ -32,52 +32,13 @@ def exported(tokenizer_model, tmp_path_factory):
     return model, folder
 
 
-def load_clip_model(folder):
-    transformers = import_transformers()
-    model, info = transformers.CLIPModel.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return model.eval()
-
-
 def pillow_processor(folder):
     transformers = import_transformers()
     return getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor).from_pretrained(folder)
 
 
-def features_of(theirs, images, texts):
-    with torch.no_grad():
-        out = theirs(input_ids=texts, pixel_values=images)
-    return out.image_embeds, out.text_embeds, out.logits_per_image
-
-
-@pytest.mark.parametrize("pooling", ["eos", "argmax"])
-def test_clip_model_gives_the_same_features_and_logits(tokenizer_model, tmp_path, pooling):
-    """Of towers with quick_gelu, or with CLIP's own way to pool; tests/convert/test_doors.py has the plain ones."""
-    cfg = small_config(quick_gelu=pooling == "eos")
-    texts = torch.randint(2, 298, (4, CONTEXT_LENGTH))
-    texts[torch.arange(4), torch.tensor([3, 5, 8, 11])] = 1 if pooling == "eos" else 299
-    if pooling == "argmax":
-        fields = small_config().to_dict()
-        fields["text_cfg"] |= {"pool_type": "argmax", "eos_id": 2}
-        cfg, tokenizer_model = parse_model_config(fields), None
-    torch.manual_seed(1)
-    ours = CLIP(cfg).eval()
-    export_model(ours.state_dict(), cfg, tokenizer_model, tmp_path, format="hf")
-    images = torch.randn(4, 3, 32, 32)
-    theirs = features_of(load_clip_model(tmp_path), images, texts)
-    with torch.no_grad():
-        out = ours(images, texts)
-    mine = (out["image_features"], out["text_features"])
-    mine += (out["logit_scale"].exp() * mine[0] @ mine[1].T,)
-    for a, b in zip(mine, theirs):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
-def test_auto_tokenizer_gives_our_ids_for_raw_captions(exported, tokenizer_model):
-    transformers = import_transformers()
-    theirs = transformers.AutoTokenizer.from_pretrained(exported[1])
-    texts = ["", "a", "</s> is <unk> here", "<pad>", "A photo, of the_Work!", "l'\u00c9t\u00e9 (1936) -- \u65e5\u672c_"]
-    texts += [*LANGUAGES, *TEXTS]
+def test_auto_tokenizer_reads_names_of_special_tokens_as_text(exported, tokenizer_model):
+    theirs, texts = import_transformers().AutoTokenizer.from_pretrained(exported[1]), ["</s> is <unk> here_", "<pad>"]
     ids = theirs(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert torch.equal(ids, Tokenizer(tokenizer_model, CONTEXT_LENGTH)(texts))
 
@@ -130,23 +91,6 @@ def test_what_clip_model_cannot_express_is_rejected_before_anything_is_written(v
     with pytest.raises(ValueError, match=f"CLIPModel cannot express this model: .*{message}"):
         export_model(CLIP(cfg).state_dict(), cfg, None, tmp_path / "out", format="hf")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("format", "bias"), [("hf", None), ("safetensors", None), ("open_clip", None), ("open_clip", -10.0)]
-)
-def test_every_format_loads_back_bit_for_bit(format, bias, tokenizer_model, tmp_path):
-    torch.manual_seed(2)
-    model = CLIP(small_config(init_logit_bias=bias))
-    export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path, format=format, name="tiny")
-    loaded, cfg = load_exported(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-    assert cfg.text_cfg.pool_type == "eos" and cfg.text_cfg.eos_id == 1 and not loaded.training
-    assert format != "open_clip" or cfg.text_cfg.hf_tokenizer_name == "tiny"
-    assert cfg.vision_cfg == model.cfg.vision_cfg
-    modes = {path.stat().st_mode for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".md")}
-    assert len(modes) == 1, "whoever may read the card may read the weights"
 
 
 def test_card_shows_data_batch_settings_and_evaluation(tmp_path):

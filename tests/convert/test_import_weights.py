@@ -73,10 +73,18 @@ KINDS = ["pt", "ddp", "openai", "custom_text", "safetensors", "folder_open_clip"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_started_from_any_source_has_its_weights(kind, source, tmp_path):
-    model = seeded(config(), 2)
-    load_pretrained(model, str(write(kind, source, tmp_path)))
+    model, path = seeded(config(), 2), write(kind, source, tmp_path)
+    load_pretrained(model, str(path))
+    models = [model]
+    if kind.startswith("folder"):
+        loaded, cfg = load_exported(path)
+        assert not loaded.training and cfg.vision_cfg == source.cfg.vision_cfg
+        assert (cfg.text_cfg.pool_type, cfg.text_cfg.eos_id) == ("eos", 1)
+        modes = {file.stat().st_mode for file in path.iterdir() if file.suffix in (".safetensors", ".md")}
+        assert len(modes) == 1, "whoever may read the card may read the weights"
+        models.append(loaded)
     for name, value in source.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
+        assert all(torch.equal(one.state_dict()[name], value) for one in models), name
 
 
 @pytest.mark.parametrize(
@@ -282,8 +290,10 @@ def test_a_loss_s_own_bias_may_be_missing_or_left_over(source, tmp_path):
     assert line.endswith("; logit_bias is not there: it begins as the loss's")
     assert with_bias.logit_bias.item() == -10.0
     (tmp_path / "other").mkdir()
-    (line,) = load_pretrained(seeded(config(), 3), str(write("safetensors", with_bias, tmp_path / "other")))
+    path = write("folder_open_clip", with_bias, tmp_path / "other")
+    (line,) = load_pretrained(seeded(config(), 3), str(path))
     assert line.endswith("; its logit_bias is left out")
+    assert load_exported(path)[0].logit_bias.item() == -10.0
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

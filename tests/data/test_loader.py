@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.data import JITTER, write_images
 from infcl.config import BatchPlan
 from infcl.data.loader import StepLoader, TooManyBadSamples
 from infcl.data.plan import EpochPlan, Share
@@ -374,3 +375,15 @@ def test_a_loader_that_is_dropped_in_an_epoch_stops_its_workers_without_the_garb
     assert set(multiprocessing.active_children()) - before  # a streaming worker with few samples may have ended
     del steps, loader
     assert not set(multiprocessing.active_children()) - before
+
+
+@pytest.mark.slow
+def test_workers_do_not_grow_over_twenty_epochs_of_small_shards(tmp_path, tokenizer):
+    write_images(tmp_path / "shards", 256, 96)
+    loader = step_loader(f"{tmp_path}/shards", tokenizer, workers=2, aug=JITTER, image_size=96)
+    memory = []  # [epochs][workers], in MB
+    for _ in range(20):
+        assert len(list(loader)) == 256 // 6
+        memory.append(loader.worker_memory_mb())
+    settled, last = memory[3], memory[-1]  # by the fourth Python and torch have allocated what they need
+    assert max(after / before for before, after in zip(settled, last)) < 1.05

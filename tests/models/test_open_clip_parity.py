@@ -4,8 +4,6 @@ Needs open_clip_torch (requirements-test.txt installs it). Alone:
 `python -m pytest tests/models/test_open_clip_parity.py`.
 """
 
-import json
-
 import pytest
 import torch
 
@@ -28,9 +26,10 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VIT_MODELS)
-def test_names_and_shapes_of_all_parameters_equal_open_clips(name):
+def test_config_and_names_and_shapes_of_all_parameters_equal_open_clips(name):
     open_clip = import_open_clip()
     cfg, theirs_cfg = load_model_config(name), open_clip.get_model_config(name)
+    assert cfg == parse_model_config(theirs_cfg)
     with torch.device("meta"):
         ours, theirs = CLIP(cfg), open_clip.model.CLIP(**theirs_cfg)
     shapes = {key: tuple(value.shape) for key, value in ours.state_dict().items()}
@@ -38,28 +37,6 @@ def test_names_and_shapes_of_all_parameters_equal_open_clips(name):
     expected = {key: tuple(value.shape) for key, value in theirs.state_dict().items()}
     assert expected.pop("logit_scale") == ()
     assert shapes == expected
-
-
-def test_model_configs_describe_the_same_models_as_open_clips():
-    open_clip = import_open_clip()
-    for name in VIT_MODELS:
-        assert load_model_config(name) == parse_model_config(open_clip.get_model_config(name)), name
-        json.loads(load_model_config(name).to_json())
-
-
-def test_features_of_vit_b_32_equal_open_clips():
-    open_clip = import_open_clip()
-    with torch.device("meta"):
-        theirs = open_clip.model.CLIP(**open_clip.get_model_config("ViT-B-32")).eval()
-    torch.manual_seed(0)
-    ours = CLIP(load_model_config("ViT-B-32")).eval()
-    theirs.load_state_dict(_open_clip_state(ours), assign=True)
-    theirs.attn_mask = torch.full((77, 77), float("-inf")).triu(1)  # not in the state dict, so still on meta
-    images, texts = torch.randn(2, 3, 224, 224), _texts(2, 77, 49408)
-    with torch.no_grad():
-        out = ours(images, texts)
-        torch.testing.assert_close(out["image_features"], theirs.encode_image(images, True), rtol=0, atol=1e-5)
-        torch.testing.assert_close(out["text_features"], theirs.encode_text(texts, True), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

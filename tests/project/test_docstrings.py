@@ -1,24 +1,11 @@
-"""Every module and every public function documents itself."""
+"""Every public function documents its arguments; that every module has a docstring is a rule of ruff's."""
 
-import ast
 import inspect
 import re
 
 import pytest
 
 import infcl
-from tests.lib.checkout import ROOT
-
-MODULES = [
-    path.relative_to(ROOT).as_posix()
-    for package in ("infcl", "megatron_patches", "benchmarks")
-    for path in sorted((ROOT / package).rglob("*.py"))
-]
-
-
-def test_every_module_has_a_docstring():
-    missing = [file for file in MODULES if not ast.get_docstring(ast.parse((ROOT / file).read_text()))]
-    assert missing == []
 
 
 @pytest.mark.parametrize("name", infcl.__all__)
