@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_time_out(tmp_path):
     ranks = [context.Process(target=_hang, args=(rank, *arguments)) for rank in range(2)]
     for process in ranks:
         process.start()
-    ranks[0].join(90)
+    ranks[0].join(300)  # after the time-out NCCL writes what it knows of it, which takes a while on a busy host
     exit_code = ranks[0].exitcode
     for process in ranks:
         process.kill()
