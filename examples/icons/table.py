@@ -5,6 +5,7 @@ python examples/icons/table.py results/rows.csv --chart batch-size.png
 
 import argparse
 import csv
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -72,7 +73,8 @@ def draw(groups: dict[tuple[str, ...], list[dict]], path: Path) -> None:
 
 
 def _kind(row: dict) -> str:
-    more = [row["flags"], "distilled" * bool(row["teacher"]), "continued" * bool(row["start"])]
+    first = row["start"].split("-")[0].removeprefix("b")
+    more = [row["flags"], "distilled" * bool(row["teacher"]), f"second half of a run at {first}" * bool(first)]
     return ", ".join(filter(None, [row["loss"], row["treatment"], *more]))
 
 
@@ -83,11 +85,11 @@ def _lines(axes: "Axes", groups: list[list[dict]], name_of: Callable[[dict], str
         values, best = [100 * float(row["score"]) for row in rows], lines[name_of(rows[0])]
         batch = int(rows[0]["batch"])
         best[batch] = max(best.get(batch, []), values, key=lambda v: (len(v), sum(v)))
-    for name, points in sorted(lines.items()):
+    for (name, points), marker in zip(sorted(lines.items()), itertools.cycle("osD^v")):
         batches = sorted(points)
         means = [statistics.mean(points[batch]) for batch in batches]
         spreads = [statistics.stdev(points[batch]) if len(points[batch]) > 1 else 0.0 for batch in batches]
-        axes.errorbar(batches, means, yerr=spreads, marker="o", capsize=3, label=name)
+        axes.errorbar(batches, means, yerr=spreads, marker=marker, fillstyle="none", capsize=3, label=name)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("global batch (samples)")
     axes.grid(alpha=0.3)
