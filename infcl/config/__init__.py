@@ -15,27 +15,3 @@ from infcl.config.command_line import OneLineParser, make_parser, parse_args
 from infcl.config.settings import CAPTIONS, LOSS_NAMES, TrainConfig, option_of, teacher_in_words
 from infcl.config.spec import RunSpec, may_pack, resolve
 from infcl.config.words import aligned, counted, shown_bytes, shown_seconds
-
-__all__ = [
-    "CAPTIONS",
-    "LOSS_NAMES",
-    "PATHS",
-    "BatchPlan",
-    "OneLineParser",
-    "RunSpec",
-    "TrainConfig",
-    "aligned",
-    "counted",
-    "make_parser",
-    "may_pack",
-    "option_of",
-    "parse_args",
-    "parse_factors",
-    "resolve",
-    "settings_of",
-    "shown_bytes",
-    "shown_seconds",
-    "teacher_in_words",
-    "total_steps",
-    "validate",
-]

@@ -15,16 +15,3 @@ from infcl.models.config import (
 )
 from infcl.models.flops import forward_flops
 from infcl.models.open_clip_config import OpenClipConfig
-
-__all__ = [
-    "CLIP",
-    "CLIPConfig",
-    "OpenClipConfig",
-    "TextConfig",
-    "VisionConfig",
-    "build_towers",
-    "forward_flops",
-    "list_models",
-    "load_any_config",
-    "load_model_config",
-]

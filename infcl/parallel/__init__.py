@@ -10,7 +10,7 @@ from infcl.parallel.collectives import (
     reduce_scatter,
     require_equal,
 )
-from infcl.parallel.environment import read_environment, read_ranks_per_node
+from infcl.parallel.environment import read_environment
 from infcl.parallel.groups import (
     Parallel,
     describe_ranks,
@@ -22,27 +22,3 @@ from infcl.parallel.groups import (
 )
 from infcl.parallel.process import describe_failure, report_mistake
 from infcl.parallel.seeds import micro_batch_seed, seed_everything
-
-__all__ = [
-    "Parallel",
-    "all_gather",
-    "describe_failure",
-    "describe_ranks",
-    "destroy_parallel",
-    "from_first_rank",
-    "gather_objects",
-    "init_parallel",
-    "join_parts",
-    "max_over",
-    "mean_over",
-    "micro_batch_seed",
-    "rank_and_host",
-    "ranks_of_host",
-    "read_environment",
-    "read_ranks_per_node",
-    "reduce_scatter",
-    "report_mistake",
-    "require_equal",
-    "seed_everything",
-    "why_no_gpu",
-]

@@ -10,5 +10,3 @@
 from infcl.report.drawing import draw_loss_curve
 from infcl.report.records import read_metrics
 from infcl.report.summary import summary_table
-
-__all__ = ["draw_loss_curve", "read_metrics", "summary_table"]
