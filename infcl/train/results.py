@@ -4,10 +4,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from infcl.checkpoint.records import Summary
 from infcl.checkpoint.run_folder import NotWritten, RunFolder
@@ -18,7 +16,7 @@ from infcl.config.words import reason
 from infcl.convert.export import export_model
 from infcl.data.tokenizer.source import stored_tokenizer
 from infcl.models.config import CLIPConfig, load_any_config
-from infcl.parallel import Parallel, gather_objects
+from infcl.parallel import from_first_rank, gather_objects
 from infcl.report import draw_loss_curve, summary_table
 
 
@@ -47,9 +45,7 @@ def oddities(config: TrainConfig, vocab_size: int, embed_dim: int) -> Iterator[s
         )
 
 
-def write_results(
-    run: RunFolder, parallel: Parallel, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict
-) -> None:
+def write_results(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict) -> None:
     """Write loss curve, exported model and, last, summary.json on rank 0. Collective.
 
     Args:
@@ -59,28 +55,22 @@ def write_results(
         NotWritten: on every rank, if the storage of rank 0 failed; with the cause and the newest checkpoint.
         RuntimeError: likewise, if rank 0 failed in another way.
     """
-    problem: list[Any] = [None, False]  # (cause, whether the storage failed)
-    cause: Exception | None = None
-    if parallel.rank == 0:
+
+    def write() -> None:
         try:
-            _write(run, weights, model_config, summary)
-        except Exception as error:  # any kind: the other ranks wait for the broadcast, then all ranks raise
-            cause, problem = error, [reason(error), isinstance(error, OSError)]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise (NotWritten if problem[1] else RuntimeError)(
-            f"the trained model could not be written to {run.root} ({problem[0]}); newest checkpoint: "
-            f"{summary['paths']['checkpoint'] or 'none'}. Fix that and start again with --resume latest"
-        ) from cause
+            if diverged := [name for name, value in weights.items() if not value.isfinite().all()]:
+                raise ValueError(f"training has diverged: {len(diverged)} weights are not finite, {diverged[0]} first")
+            draw_loss_curve(run.metrics, run.loss_curve)
+            tokenizer = stored_tokenizer(run.root, model_config)
+            export_model(weights, model_config, tokenizer, run.export, name=run.root.resolve().name, card=summary)
+            write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
+        except Exception as error:  # any kind
+            raise (NotWritten if isinstance(error, OSError) else RuntimeError)(
+                f"the trained model could not be written to {run.root} ({reason(error)}); newest checkpoint: "
+                f"{summary['paths']['checkpoint'] or 'none'}. Fix that and start again with --resume latest"
+            ) from error
 
-
-def _write(run: RunFolder, weights: dict[str, torch.Tensor], model_config: CLIPConfig, summary: dict) -> None:
-    if diverged := [name for name, value in weights.items() if not value.isfinite().all()]:
-        raise ValueError(f"training has diverged: {len(diverged)} weights are not finite, {diverged[0]} first")
-    draw_loss_curve(run.metrics, run.loss_curve)
-    tokenizer = stored_tokenizer(run.root, model_config)
-    export_model(weights, model_config, tokenizer, run.export, name=run.root.resolve().name, card=summary)
-    write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
+    from_first_rank(write)
 
 
 def describe_finished(run: RunFolder) -> str:
@@ -89,7 +79,7 @@ def describe_finished(run: RunFolder) -> str:
     return f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}"
 
 
-def sum_reports(report: dict[str, int], parallel: Parallel) -> dict[str, int]:
+def sum_reports(report: dict[str, int]) -> dict[str, int]:
     """Sum the loaders' counters over ranks, except those of the index, which are equal on all ranks. Collective."""
     reports = gather_objects(report)
     total = Counter({name: n for name, n in reports[0].items() if name.startswith("index/")})

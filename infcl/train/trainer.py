@@ -469,7 +469,7 @@ class Trainer:
             "peak_memory_mb": round(peak, 1),
             "zero_stage": self.engine.zero_stage,
             "world_size": self.parallel.world_size,
-            "data": sum_reports(self.loader.report(), self.parallel),
+            "data": sum_reports(self.loader.report()),
             "evaluation": results,
             "evaluated_with": {name: dict(task.about) for name, task in self.tasks.items() if task.about},
             "ema": self.averages,
@@ -481,5 +481,5 @@ class Trainer:
                 "checkpoint": str(newest) if newest else None,
             },
         }
-        write_results(self.run, self.parallel, weights, self.model_config, summary)
+        write_results(self.run, weights, self.model_config, summary)
         return summary
