@@ -62,6 +62,14 @@ def clean(caption: str, how: str) -> str:
     return text.lower() if how == "lower" else text
 
 
+def padded(rows: Sequence[Sequence[int]], length: int, pad_id: int) -> torch.Tensor:
+    """Return n rows of at most `length` ids as int64 [n, length], padded at the end."""
+    tokens = torch.full((len(rows), length), pad_id, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+    return tokens
+
+
 def ids_of(tokenizer: Any) -> dict[str, Any]:
     """Return the ids that a text tower needs to know of a tokenizer: arguments of the configs' `with_tokenizer`."""
     return {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "eos_id", "pad_id")}
@@ -104,13 +112,9 @@ class Tokenizer:
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]."""
         ids = self._processor.encode([clean(cut_text(text), "canonicalize") for text in captions], num_threads=1)
-        tokens = torch.full((len(ids), self.context_length), self.pad_id, dtype=torch.int64)
         room = self.context_length - 1
-        for i, row in enumerate(ids):
-            self.truncated += len(row) > room
-            row = row[:room] + [self.eos_id]
-            tokens[i, : len(row)] = torch.tensor(row)
-        return tokens
+        self.truncated += sum(len(row) > room for row in ids)
+        return padded([[*row[:room], self.eos_id] for row in ids], self.context_length, self.pad_id)
 
     def save(self, folder: Path) -> None:
         """Write the model file, byte for byte, as tokenizer.model."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from infcl.data.tokenizer import Tokenizer, clean, cut_text
+from infcl.data.tokenizer import Tokenizer, clean, cut_text, padded
 from infcl.models.open_clip_config import import_open_clip
 
 PREFIX, HF_PREFIX = "open_clip:", "hf:"
@@ -52,13 +52,10 @@ class OpenClipTokenizer:
         """Encode n captions to int64 [n, context_length]; longer captions are cut so that the end token stays last."""
         if len(self._bpe.cache) > _MAX_CACHE:
             self._bpe.cache = {token: token for token in list(self._bpe.cache)[: len(self._bpe.all_special_ids)]}
-        tokens = torch.zeros(len(captions), self.context_length, dtype=torch.int64)
-        for i, caption in enumerate(captions):
-            ids = self._bpe.encode(cut_text(caption))
-            self.truncated += len(ids) > self.context_length - 2
-            row = [self._bpe.sot_token_id, *ids[: self.context_length - 2], self.eos_id]
-            tokens[i, : len(row)] = torch.tensor(row)
-        return tokens
+        room, rows = self.context_length - 2, [self._bpe.encode(cut_text(caption)) for caption in captions]
+        self.truncated += sum(len(ids) > room for ids in rows)
+        rows = [[self._bpe.sot_token_id, *ids[:room], self.eos_id] for ids in rows]
+        return padded(rows, self.context_length, self.pad_id)
 
     def save(self, folder: Path) -> None:
         """Write nothing: open_clip ships this tokenizer."""
@@ -112,9 +109,7 @@ class HuggingFaceTokenizer:
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Encode n captions to int64 [n, context_length]; longer captions are cut so that an end token stays last."""
-        tokens = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
-        for i, row in enumerate(self.rows(captions)):
-            tokens[i, : len(row)] = torch.tensor(row)
+        tokens = padded(self.rows(captions), self.context_length, self.pad_id)
         if self.strips_sep:
             tokens[tokens == self.inner.sep_token_id] = 0
         return tokens
