@@ -20,6 +20,7 @@ from infcl.config.redaction import redact_output
 from infcl.data.images import IMAGE_SUFFIXES
 from infcl.data.index import DEFAULT_KEYS
 from infcl.data.plan import random_order
+from infcl.data.records import Record
 from infcl.data.shards import main as index
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, add_column_flags, columns_of
 
@@ -51,13 +52,13 @@ def pack(
         raise ValueError(f"{folder} has shards already: give another folder")
     if os.path.isdir(source):
         files = sorted(path for path in Path(source).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
-        samples = (_of_file(files[i]) for i in random_order(len(files), 0, 0).tolist())
+        records = (_record_of(files[i]) for i in random_order(len(files), 0, 0).tolist())
     else:
         reader = TableReader(str(source), columns=columns)
         skipped.update(reader.found)
         order = random_order(int(reader.counts.sum()), 0, 0)
-        samples = (_of_row(reader, row) for row in order.tolist())
-    usable = _usable(samples, skipped)
+        records = (reader.read(np.array([row]))[0] for row in order.tolist())
+    usable = _usable(records, skipped)
     counts: list[int] = []
     for first in usable:
         some = chain([first], islice(usable, per_shard - 1))
@@ -89,33 +90,26 @@ def write_shard(path: str | os.PathLike, samples: Iterable[Mapping[str, bytes]])
     return count
 
 
-def _of_file(image: Path) -> dict[str, bytes] | str:
-    """Return the members of an image and of the files with its name, or the cause why it cannot be used."""
-    texts = {name: image.with_suffix(f".{name}") for name in ("txt", "json")}
-    members = {name: path.read_bytes() for name, path in texts.items() if path.is_file()}
-    return _with_image(image.read_bytes(), members) if members else "no_caption"
+def _record_of(image: Path) -> Record:
+    """Return the bytes of an image and of the files with its name."""
+    texts = (image.with_suffix(suffix) for suffix in (".txt", ".json"))
+    return Record(image.read_bytes(), *(text.read_bytes() if text.is_file() else None for text in texts), str(image))
 
 
-def _of_row(reader: TableReader, row: int) -> dict[str, bytes] | str:
-    record = reader.read(np.array([row]))[0]
-    if record.fault is not None:
-        return record.fault.cause
-    assert record.image is not None
-    texts = {"txt": record.text, "json": record.json}
-    return _with_image(record.image, {name: text for name, text in texts.items() if text is not None})
-
-
-def _with_image(image: bytes, members: dict[str, bytes]) -> dict[str, bytes] | str:
-    suffix = next((suffix for start, suffix in _SUFFIX_OF.items() if image.startswith(start)), None)
-    return "image_format" if suffix is None else {suffix: image, **members}
-
-
-def _usable(samples: Iterable[dict[str, bytes] | str], skipped: Counter[str]) -> Iterator[dict[str, bytes]]:
-    for sample in samples:
-        if isinstance(sample, str):
-            skipped[sample] += 1
+def _usable(records: Iterable[Record], skipped: Counter[str]) -> Iterator[dict[str, bytes]]:
+    """Yield {extension: content} of each sample, and count the others by cause."""
+    for record in records:
+        image = record.image or b""
+        suffix = next((suffix for start, suffix in _SUFFIX_OF.items() if image.startswith(start)), None)
+        if record.fault is not None:
+            skipped[record.fault.cause] += 1
+        elif record.text is None and record.json is None:
+            skipped["no_caption"] += 1
+        elif suffix is None:
+            skipped["image_format"] += 1
         else:
-            yield sample
+            members = {suffix: image, "txt": record.text, "json": record.json}
+            yield {name: content for name, content in members.items() if content is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
