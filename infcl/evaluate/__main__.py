@@ -110,7 +110,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
 def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]]:
     """Return the function (images on the device, texts on the host) -> features, under autocast for `precision`."""
     dtype, device, cfg = PRECISIONS[precision], clip.logit_scale.device, clip.cfg.text_cfg
-    prepare = texts_for_model(cfg, pack=cfg.packs)
+    prepare = texts_for_model(cfg, pack=not cfg.why_unpackable)
 
     def encode(images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
         given = {} if texts is None else {name: value.to(device) for name, value in prepare(texts).items()}

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from infcl.models.clip import CLIP
 from infcl.models.config import kept_patches
-from infcl.models.transformer import Transformer
 from infcl.models.transformer import attend as attend_by_torch
 
 LONGEST = 128  # tokens of one tile: triton_attention.TILES
@@ -46,32 +45,30 @@ def choose_attention(model: nn.Module, attention: str, device: torch.device, dty
     if attention == "torch" or not isinstance(model, CLIP):
         return
     reasons = {}
-    for name, (tower, lengths) in _towers(model).items():
+    lengths = _lengths(model)
+    for name, tower in model.transformers.items():
         first: Any = tower.resblocks[0].attn
-        reasons[name] = unfit(lengths[0], first.head_width, causal=first.causal) or _unsupported(device, dtype)
+        reasons[name] = unfit(lengths[name], first.head_width, causal=first.causal) or _unsupported(device, dtype)
         if not reasons[name]:
             for block in cast(Any, tower.resblocks):
-                block.attn.attend = partial(attend, longest=lengths[0])
+                block.attn.attend = partial(attend, longest=lengths[name])
     if attention == "triton" and all(reasons.values()):
         raise ValueError("--attention triton: " + "; ".join(f"{name} tower: {why}" for name, why in reasons.items()))
     if not reasons["text"]:
         model.attends_spans = True
 
 
-def towers_with_kernel(model: nn.Module) -> list[str]:
+def towers_with_kernel(model: Any) -> list[str]:
     """Return the names of the towers that use the Triton kernel."""
-    if not isinstance(model, CLIP):
-        return []
-    firsts = {name: cast(Any, tower.resblocks[0]) for name, (tower, _) in _towers(model).items()}
+    firsts = {name: tower.resblocks[0] for name, tower in model.transformers.items()}
     return [name for name, first in firsts.items() if first.attn.attend is not attend_by_torch]
 
 
-def _towers(model: CLIP) -> dict[str, tuple[Transformer, list[int]]]:
-    """Return {name: (tower, [tokens per sequence in training, and in evaluation if different])}."""
+def _lengths(model: CLIP) -> dict[str, int]:
+    """Return {tower: tokens per sequence in training}."""
     vision = model.cfg.vision_cfg
     dropout = vision.patch_dropout if model.visual.training else 0.0  # a locked tower sees all patches
-    images = dict.fromkeys([1 + kept_patches(vision.num_patches, dropout), 1 + vision.num_patches])
-    return {"image": (model.visual.transformer, list(images)), "text": (model.transformer, [model.context_length])}
+    return {"image": 1 + kept_patches(vision.num_patches, dropout), "text": model.context_length}
 
 
 def attend(qkv: Tensor, seen: Tensor | None, *, causal: bool, longest: int) -> Tensor:

@@ -114,14 +114,9 @@ class TextConfig:
         return self.eos_id if self.pool_type == "eos" else self.vocab_size - 1
 
     @property
-    def packs(self) -> bool:
-        """Whether captions can be packed: the mask is causal, and no pooling is at a fixed position."""
-        return not self.no_causal_mask and self.pool_type in ("argmax", "eos")
-
-    @property
     def why_unpackable(self) -> str:
-        """Why captions cannot be packed; "" if they can."""
-        if self.packs:
+        """Why captions cannot be packed; "" if they can: the mask is causal, and no pooling is at a fixed position."""
+        if not self.no_causal_mask and self.pool_type in ("argmax", "eos"):
             return ""
         return f"attends to what follows a caption (no_causal_mask {self.no_causal_mask}, pool_type {self.pool_type!r})"
 

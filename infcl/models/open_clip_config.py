@@ -62,7 +62,6 @@ class TextInput:
     tokenizer_kwargs: dict[str, Any] | None = None
 
     follows_tokenizer: ClassVar[bool] = False
-    packs: ClassVar[bool] = False
     why_unpackable: ClassVar[str] = "is built by open_clip and takes captions one by one"
 
     @property

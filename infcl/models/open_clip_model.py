@@ -29,18 +29,7 @@ class _Trained:
     frozen: dict[str, bool]  # the full tower
 
     def forward(self, images: torch.Tensor | None = None, texts: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Encode images, texts or both.
-
-        Args:
-            images: [m, 3, S, S], uint8 pixels, or floating and normalised.
-            texts: int64 [m, L].
-
-        Returns:
-            A dict with the keys that apply:
-                logit_scale: [1] f32, in log-space.
-                logit_bias: [1] f32, if the model has one.
-                image_features, text_features: [m, D] f32 with unit norm.
-        """
+        """Encode images, texts or both, as CLIP.forward does; texts are padded, int64 [m, L]."""
         model: Any = self
         out = {"logit_scale": model.logit_scale.float() + 0}
         if model.logit_bias is not None:

@@ -162,7 +162,7 @@ def captions_of(model: CLIPConfig, tokens: int | None) -> dict[str, Any]:
     """
     if tokens is None:
         return {"model": model}
-    if not model.text_cfg.packs:
+    if model.text_cfg.why_unpackable:
         raise ValueError("captions are packed only for a causal text tower that pools the last token")
     row = row_length(model.text_cfg.context_length)
     return {"model": model.with_overrides(context_length=tokens), "caption_row": row}

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig
-from infcl.models.attention import BLOCK, LONGEST, SHORT, attend, choose_attention, fits, towers_with_kernel
-from infcl.models.attention import _towers as attention_towers
+from infcl.models.attention import BLOCK, LONGEST, SHORT, _lengths, attend, choose_attention, fits, towers_with_kernel
 from infcl.models.packing import caption_positions, caption_spans, pack_captions, texts_for_model
 from infcl.train.compile import compile_blocks
 from tests.lib.checkout import ROOT
@@ -299,9 +298,9 @@ def test_other_sequences_are_torchs():
 def test_a_locked_tower_is_asked_with_all_its_patches():
     vision = dataclasses.replace(CFG.vision_cfg, image_size=48, patch_dropout=0.3)
     model = CLIP(dataclasses.replace(CFG, vision_cfg=vision))
-    assert [lengths for _, lengths in attention_towers(model).values()] == [[101, 145], [7]]
+    assert _lengths(model) == {"image": 101, "text": 7}
     model.lock_image_tower()
-    assert [lengths for _, lengths in attention_towers(model).values()] == [[145], [7]]
+    assert _lengths(model) == {"image": 145, "text": 7}
 
 
 def test_what_fits_is_one_tile_or_few_tokens_more_than_several_blocks():
