@@ -171,11 +171,6 @@ def sums_gradients_on_host(stage: int, precision: Precision) -> bool:
     return stage == 2 and not precision.half_parameters
 
 
-def stage_in_words(asked: int, runs: int) -> str:
-    """Return the ZeRO stage that runs as text, with the preset's stage if that differs."""
-    return f"ZeRO-{runs}" + (f" (stage {asked} over one rank)" if asked != runs else "")
-
-
 def bucket_elements(zero_optimization: dict, stage: int) -> int:
     """Return the gradient elements reduced at once; the default is smaller in engine/zero3.py, which holds three."""
     offloaded = offloads({"zero_optimization": zero_optimization}, "optimizer")

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from infcl.config.batch import BatchPlan
 from infcl.config.precision import Precision
-from infcl.config.preset import offloads, read_preset, stage_in_words, stage_over, zero_stage
+from infcl.config.preset import offloads, read_preset, stage_over, zero_stage
 from infcl.config.settings import TrainConfig
 
 
@@ -71,7 +71,9 @@ class RunSpec:
 
     @property
     def zero_in_words(self) -> str:
-        return stage_in_words(self.asked_stage, self.zero_stage)
+        """The ZeRO stage that runs, and the preset's if that differs."""
+        asked = "" if self.asked_stage == self.zero_stage else f" (stage {self.asked_stage} over one rank)"
+        return f"ZeRO-{self.zero_stage}{asked}"
 
 
 def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, unpackable: str = "") -> RunSpec:

@@ -13,7 +13,6 @@ rounding over the text.
 """
 
 import gzip
-import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from tokenizers.processors import TemplateProcessing
 
 from infcl.data.tokenizer.open_clip import PROBES, HuggingFaceTokenizer
 from infcl.data.tokenizer.source import TokenizerSource
+from infcl.models.open_clip_config import open_clip_folder
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
@@ -189,13 +189,8 @@ def clip_tokenizer(cleaning: Sequence[normalizers.Normalizer]) -> Tokenizer:
     Raises:
         ValueError: open_clip is not installed.
     """
-    spec = importlib.util.find_spec("open_clip")  # without importing the package
-    if spec is None or spec.origin is None:
-        raise ValueError(
-            "--format hf of a model with CLIP's own tokenizer needs its vocabulary, which open_clip ships: "
-            "pip install open_clip_torch (--format open_clip needs none)"
-        )
-    lines = gzip.decompress(Path(spec.origin).with_name("bpe_simple_vocab_16e6.txt.gz").read_bytes()).decode("utf-8")
+    vocabulary = open_clip_folder("--format hf with CLIP's own tokenizer") / "bpe_simple_vocab_16e6.txt.gz"
+    lines = gzip.decompress(vocabulary.read_bytes()).decode("utf-8")
     merges = [(left, right) for left, right in (line.split() for line in lines.split("\n")[1 : _CLIP_MERGES + 1])]
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for the 256 bytes
     letters = [chr(byte) for byte in printable] + [chr(256 + n) for n in range(256 - len(printable))]

@@ -43,20 +43,23 @@ class Weights(NamedTuple):
     std: Sequence[float] = IMAGE_STD
 
 
-def read_weights(path: str | Path, *, ema: bool | None = None) -> Weights:
-    """Read weights from a file or folder.
+def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None = None) -> Weights:
+    """Read weights.
 
     Args:
         path: see the module's docstring.
+        model: of which a tag names the weights.
         ema: see `consolidated_state_dict`; for a run or checkpoint.
 
     Raises:
         ValueError: `path` has no weights, no average, or a file that is no state dict or would run code when loaded.
     """
-    path = Path(path)
+    source, path = str(path), Path(path)
     is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
     if ema is not None and not is_run:
         raise ValueError(f"{path} is not a run or checkpoint of this trainer: it has no averaged weights")
+    if model is not None and source.startswith(PREFIX):
+        return read_tag(source, model)
     if path.is_file():
         return Weights(_our_names(_read_file(path)), None, str(path))
     if not path.is_dir():
@@ -159,7 +162,7 @@ def load_pretrained(
     lines = []
     for tower, path in (("whole", whole), ("image", image), ("text", text)):
         if path is not None:
-            weights = read_tag(path, name) if path.startswith(PREFIX) else read_weights(path)
+            weights = read_weights(path, model=name)
             changes = load_tower(model, weights, tower, name)
             what = "all weights" if tower == "whole" else f"the {tower} tower's weights"
             lines.append("; ".join([f"{what} are those of {weights.source}", *changes]))

@@ -92,8 +92,9 @@ def write_shard(path: str | os.PathLike, samples: Iterable[Mapping[str, bytes]])
 
 def _record_of(image: Path) -> Record:
     """Return the bytes of an image and of the files with its name."""
-    texts = (image.with_suffix(suffix) for suffix in (".txt", ".json"))
-    return Record(image.read_bytes(), *(text.read_bytes() if text.is_file() else None for text in texts), str(image))
+    others = (image.with_suffix(suffix) for suffix in (".txt", ".json"))
+    text, json = (other.read_bytes() if other.is_file() else None for other in others)
+    return Record(image.read_bytes(), text, json, str(image))
 
 
 def _usable(records: Iterable[Record], skipped: Counter[str]) -> Iterator[dict[str, bytes]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from infcl.convert.import_weights import config_of, model_with, other_resizing, read_tag, read_weights
+from infcl.convert.import_weights import config_of, model_with, other_resizing, read_weights
 from infcl.data.tokenizer import ids_of
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.tokenizer.source import find_tokenizer, stored_tokenizer
@@ -44,12 +44,9 @@ def load_model(
     Raises:
         ValueError: weights, config and tokenizer do not match.
     """
+    weights = read_weights(checkpoint, model=model, ema=ema)
     if model is not None and str(checkpoint).startswith(PREFIX):
-        if ema is not None:
-            raise ValueError(f"{checkpoint} is not a run or checkpoint of this trainer: it has no averaged weights")
-        weights, tokenizer = read_tag(str(checkpoint), model), tokenizer or PREFIX + model.removeprefix(PREFIX)
-    else:
-        weights = read_weights(checkpoint, ema=ema)
+        tokenizer = tokenizer or PREFIX + model.removeprefix(PREFIX)
     cfg = config_of(weights, checkpoint, model)
     source = find_tokenizer(tokenizer, cfg) if tokenizer else stored_tokenizer(Path(checkpoint), cfg)
     ids = cfg.text_cfg.vocab_size

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from infcl.config import TrainConfig
 from infcl.models.config import CLIPConfig, ModelConfig
 from infcl.models.open_clip_config import import_open_clip
 from infcl.models.text import TextTower
@@ -41,6 +42,14 @@ def build_towers(cfg: ModelConfig, **options: Any) -> Any:
     from infcl.models.open_clip_model import build_open_clip
 
     return build_open_clip(cfg, **options)
+
+
+def lock_towers(model: Any, flags: TrainConfig) -> None:
+    """Freeze what --lock-image and --lock-text name. Call this before deepspeed.initialize."""
+    if flags.lock_image:
+        model.lock_image_tower(flags.lock_image_unlocked_groups)
+    if flags.lock_text:
+        model.lock_text_tower(flags.lock_text_unlocked_layers)
 
 
 class CLIP(TextTower):
@@ -111,7 +120,7 @@ class CLIP(TextTower):
         return {"image": self.visual.transformer, "text": self.transformer}
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower except its last groups (LiT, arXiv 2111.07991). Call before deepspeed.initialize.
+        """Freeze the image tower except its last groups (LiT, arXiv 2111.07991).
 
         Groups from the end: proj | last block and ln_post | each block before | embeddings. While the embeddings are
         frozen, the tower stays in eval mode, so it applies no patch dropout.

@@ -268,15 +268,18 @@ def parse_preprocess(fields: dict[str, Any], source: str) -> Preprocess:
     return parse_record(json.dumps(fields), Preprocess, f"{source}: preprocessing")
 
 
-def open_clip_folder() -> Path:
+def open_clip_folder(needed_by: str = "--model open_clip:NAME") -> Path:
     """Return the folder of the installed open_clip, without importing it.
+
+    Args:
+        needed_by: the flag that needs it, for the message.
 
     Raises:
         ValueError: open_clip is not installed.
     """
     spec = importlib.util.find_spec("open_clip")
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError("models of open_clip's need open_clip: pip install open_clip_torch")
+        raise ValueError(f"{needed_by} needs open_clip: pip install open_clip_torch")
     return Path(spec.submodule_search_locations[0])
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from infcl.config import OneLineParser, RunSpec, TrainConfig, counted, parse_args, resolve, shown_bytes
-from infcl.models import CLIP
+from infcl.models.clip import CLIP, lock_towers
 from infcl.models.config import CLIPConfig, load_model_config
 from infcl.models.packing import why_unpackable
 from infcl.plan.fit import Fit, fits_gpu, largest_batch, with_cached_activations
@@ -68,7 +68,10 @@ def setting_of(argv: list[str]) -> tuple[Setting, RunSpec]:
     )
     if not gpu.bf16 and spec.precision.matmul_dtype == torch.bfloat16:
         raise ValueError(f"{gpu.name} does not compute bf16: use --precision fp16 or fp32")
-    counts = parameter_counts(_meta_model(flags, cfg))
+    with torch.device("meta"):
+        model = CLIP(cfg)
+    lock_towers(model, flags)
+    counts = parameter_counts(model)
     if flags.batch_size == 0:
         spec = Fit(spec, cfg, counts, gpu.memory_gib * 2**30, ranks_of_host=per_node).choose()
     captions = captions_of(cfg, machine.caption_tokens)
@@ -97,17 +100,6 @@ def _check_machine(machine: argparse.Namespace, flags: TrainConfig, cfg: CLIPCon
     cfg.check_divides(parts)
     if tokens is not None and not 1 <= tokens <= length:
         raise ValueError(f"--caption-tokens {tokens} must lie in [1, {length}], the context length of {flags.model}")
-
-
-def _meta_model(flags: TrainConfig, cfg: CLIPConfig) -> CLIP:
-    """Return the model without values, locked as the flags say."""
-    with torch.device("meta"):
-        model = CLIP(cfg)
-    if flags.lock_image:
-        model.lock_image_tower(flags.lock_image_unlocked_groups)
-    if flags.lock_text:
-        model.lock_text_tower(flags.lock_text_unlocked_layers)
-    return model
 
 
 def describe(setting: Setting, spec: RunSpec) -> str:

@@ -30,7 +30,7 @@ from infcl.kernels import select_tile
 from infcl.loss.contrastive import ContrastiveLoss
 from infcl.loss.inputs import RingOptions
 from infcl.loss.matryoshka import check_widths, matryoshka
-from infcl.models.clip import build_towers
+from infcl.models.clip import build_towers, lock_towers
 from infcl.models.config import ModelConfig, load_any_config
 from infcl.models.open_clip_config import hugging_face_config
 from infcl.models.packing import why_unpackable
@@ -167,10 +167,7 @@ def build_model(config: TrainConfig, model_config: ModelConfig) -> tuple[Towers,
     model = build_towers(model_config, activation_checkpointing=config.grad_checkpointing, **start)
     pretrained = (config.pretrained, config.pretrained_image, config.pretrained_text)
     sources = load_pretrained(model, *pretrained, name=config.model)
-    if config.lock_image:
-        model.lock_image_tower(config.lock_image_unlocked_groups)
-    if config.lock_text:
-        model.lock_text_tower(config.lock_text_unlocked_layers)
+    lock_towers(model, config)
     return model, sources
 
 

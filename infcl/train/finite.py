@@ -72,7 +72,7 @@ class Skips:
         self.say(f"step {step.number} was skipped, its gradients are not finite{scale}:\n  {shown}")
         checkpoints = self.saves.checkpoints
         if step.is_last and not math.isfinite(step.loss):
-            self.saves.publish()
+            checkpoints.publish()
             raise Diverged(f"the last loss is {step.loss}: nothing is exported; {checkpoints.hint}. {shown}")
         if self.in_a_row > MAX_SKIPPED:
             self.saves.finish(diverged=True)

@@ -66,10 +66,6 @@ class Saves:
         self.parallel, self.state = parallel, state
         self.checkpoints, self.signals = checkpoints, signals
 
-    def publish(self) -> Path | None:
-        """Complete the checkpoint that has begun, if any, and return it: before an evaluation, which may fail."""
-        return self.checkpoints.publish()
-
     def finish(self, *, diverged: bool = False) -> Path | None:
         """Complete the checkpoint that has begun, and write one of this step if there is none yet.
 
@@ -81,11 +77,11 @@ class Saves:
         """
         if diverged:
             state = self.state()
-            self.publish()
+            self.checkpoints.publish()
             if (self.checkpoints.begun_step or 0) > state["step"] - state["skipped_in_a_row"]:
                 return None
         self._begin()
-        return self.publish()
+        return self.checkpoints.publish()
 
     def end(self) -> int:
         """Write the checkpoint of the last step, in two attempts. Return the signal that any rank has received, or 0.
@@ -118,7 +114,7 @@ class Saves:
         number, someone_writes = max_over(dist.group.WORLD, own, self.parallel.device)
         due = number or (not step.is_last and any(step.number % every == 0 for every in self.every))
         if self.checkpoints.pending and (due or not someone_writes):  # before the next one begins, to know if it failed
-            self.publish()
+            self.checkpoints.publish()
         failed = self.checkpoints.failed_in_a_row
         if failed > MAX_FAILED_SAVES and not number and not step.is_last:
             raise NotWritten(
@@ -129,7 +125,7 @@ class Saves:
         if due:
             self._begin()
         if number:
-            self.publish()
+            self.checkpoints.publish()
             raise Stopped(int(number))
 
     def _begin(self) -> None:

@@ -344,7 +344,7 @@ class Trainer:
     def _evaluate(self, epochs_done: int, done: Collection[str] = ()) -> None:
         due = [name for name, n in self.frequencies.items() if n and epochs_done % n == 0 and name not in done]
         if due:
-            self.saves.publish()  # so that no epoch is lost if an evaluation fails or is stopped
+            self.checkpoints.publish()  # so that no epoch is lost if an evaluation fails or is stopped
         for name in due:
             self._run_task(name)
 
