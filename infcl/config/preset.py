@@ -179,11 +179,6 @@ def bucket_elements(zero_optimization: dict, stage: int) -> int:
     return zero_optimization.get("reduce_bucket_size", default)
 
 
-def is_bf16_optimizer(stage: int, precision: Precision, *, offloaded: bool) -> bool:
-    """Return whether DeepSpeed uses BF16_Optimizer: no buckets, float32 sums that are reduced after the backward."""
-    return stage == 1 and precision == PRECISIONS["bf16"] and not offloaded
-
-
 def cpu_computes_fp16() -> bool:
     """Return whether this CPU trains in fp16. DeepSpeed checks the same, but only after the data is read."""
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()

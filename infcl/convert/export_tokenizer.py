@@ -222,7 +222,9 @@ def cleaning_steps(how: str | None) -> list[normalizers.Normalizer]:
     if how == "canonicalize":  # '_' becomes a space, other ASCII punctuation is removed
         steps += [normalizers.Replace("_", " "), normalizers.Replace(Regex(r"[!-/:-@\[-`{-~]"), "")]
         steps += [normalizers.Replace(Regex(" {2,}"), " ")]
-    return [*steps, *(lower_steps() if how != "whitespace" else []), normalizers.Strip()]
+    if how != "whitespace":  # lowercase as str.lower does
+        steps += [normalizers.Replace(_FINAL_SIGMA, "ς"), normalizers.Lowercase()]
+    return [*steps, normalizers.Strip()]
 
 
 def repair_steps() -> list[normalizers.Normalizer]:
@@ -246,8 +248,3 @@ def repair_steps() -> list[normalizers.Normalizer]:
         normalizers.Replace(Regex(f"[{removed}]"), ""),
         normalizers.NFC(),
     ]
-
-
-def lower_steps() -> list[normalizers.Normalizer]:
-    """Return normalizers that lowercase as str.lower does."""
-    return [normalizers.Replace(_FINAL_SIGMA, "ς"), normalizers.Lowercase()]

@@ -123,13 +123,10 @@ def read_tag(source: str, model: str) -> Weights:
     except Exception as error:  # raised by urllib or huggingface_hub
         raise ValueError(f"{source}: {str(error).splitlines()[0]}") from error
     pixels = about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD)
-    return Weights(_our_names(_read_file(Path(file))), _tag_config(about, model), f"{source} of {model}", *pixels)
-
-
-def _tag_config(about: Mapping[str, Any], model: str) -> ModelConfig:
-    """Return open_clip's config of a tag's model: OpenAI's, MetaCLIP's and DFN's tags need QuickGELU."""
     cfg = load_open_clip_config(model)
-    return dataclasses.replace(cfg, fields=cfg.fields | ({"quick_gelu": True} if about.get("quick_gelu") else {}))
+    if about.get("quick_gelu"):  # OpenAI's, MetaCLIP's and DFN's tags need it
+        cfg = dataclasses.replace(cfg, fields=cfg.fields | {"quick_gelu": True})
+    return Weights(_our_names(_read_file(Path(file))), cfg, f"{source} of {model}", *pixels)
 
 
 def _tag(source: str, model: str) -> dict[str, Any]:

@@ -116,10 +116,7 @@ class StepLoader:
         for index in range(self._share.batch.num_micro_batches + len(again)):
             batch, log = next(source)
             if index < self._share.batch.num_micro_batches:
-                try:
-                    self._account(batch, log)
-                except TooManyBadSamples as end:
-                    self.too_many_bad = self.too_many_bad or end  # this step is still complete
+                self._account(batch, log)
             yield batch
 
     def set_position(self, epoch: int, step: int) -> None:
@@ -189,7 +186,7 @@ class StepLoader:
         seen = self._window_good + self._window_bad
         judged = max(seen, self._window)  # stop as soon as the full window must exceed the limit
         if self._window_bad > max(_BAD_ALLOWED, self._max_bad_fraction * judged):
-            raise TooManyBadSamples(
+            self.too_many_bad = self.too_many_bad or TooManyBadSamples(
                 f"{self._window_bad} of the last {seen} samples of this rank were bad, more than --max-bad-fraction "
                 f"{self._max_bad_fraction:g} allows of {judged:,} "
                 f"(a window is {self._window:,}; {_BAD_ALLOWED} may always be):\n" + self.table()

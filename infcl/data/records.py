@@ -56,10 +56,6 @@ class Record(NamedTuple):
     fault: ShardFault | None = None
     teacher: bytes | None = None
 
-    def why_bad(self, bad: Exception) -> str:
-        """Return a message of BadSample with the sample's origin; that of a fault has its path."""
-        return str(bad) if self.fault is not None else f"{self.where}: {bad}"
-
 
 class ShardReader:
     """Reader of records by global sample number. It keeps a bounded number of open files and indexes.

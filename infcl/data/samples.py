@@ -183,7 +183,7 @@ class BatchBuilder:
         try:
             sample = self.decoder.decode(record, epoch, position, self.log)
         except BadSample as bad:
-            self.skip(bad.cause, record.shard, record.why_bad(bad))
+            self.skip(bad.cause, record.shard, bad if record.fault is not None else f"{record.where}: {bad}")
             if self._bad_in_a_row == 0:
                 self._since, self._storage_fails = time.monotonic(), False
             self._bad_in_a_row += 1

@@ -8,7 +8,6 @@ from torch import nn
 
 from infcl.config import RunSpec, TrainConfig
 from infcl.config.precision import PRECISIONS, Precision
-from infcl.config.preset import is_bf16_optimizer
 from infcl.engine.parameter_groups import checkpoint_bytes, state_bytes_per_element
 from infcl.loss.contrastive import TILED
 from infcl.models.clip import frozen_blocks
@@ -102,8 +101,8 @@ class Setting:
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed takes its BF16_Optimizer."""
-        return is_bf16_optimizer(self.zero, self.precision, offloaded=self.offload)
+        """Whether DeepSpeed takes its BF16_Optimizer: no buckets, FP32 sums that are reduced after the backward."""
+        return self.zero == 1 and self.precision == PRECISIONS["bf16"] and not self.offload
 
     # ---- nodes ----
 

@@ -92,15 +92,11 @@ class Saves:
         """
         if self.finish() is None:
             self.finish()
-        number = self.told_to_end()
+        dist.barrier()  # check only when all ranks arrive: rank 0 may take minutes to remove old checkpoints
+        number = int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
         if number and self.checkpoints.begun_step == self.state()["step"]:
             raise Stopped(number)
         return number
-
-    def told_to_end(self) -> int:
-        """Return the number of a signal that any rank has received, or 0. Waits for slow ranks."""
-        dist.barrier()  # check only when all ranks arrive: rank 0 may take minutes to remove old checkpoints
-        return int(max_over(dist.group.WORLD, [self.signals.received], self.parallel.device)[0])
 
     def after_step(self, step: Step) -> None:
         """Publish a written checkpoint; begin one if the step count or a signal requires it.

@@ -238,6 +238,8 @@ def test_each_window_may_have_its_bad_samples_and_a_run_ends_when_one_cannot_end
         loader._account(
             {"ids": torch.zeros(good)}, new_log() | {"skipped": [("broken_image", "0.tar", "cut off")] * bad}
         )
+        if loader.too_many_bad:
+            raise loader.too_many_bad
 
     small = step_loader(shards, tokenizer, max_bad_fraction=0.01)  # 1% of an epoch is less than a sample: 10 may be bad
     account(small, 8, 10)
