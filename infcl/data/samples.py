@@ -9,7 +9,6 @@ Bytes are only parsed as an image, as text or as JSON. Nothing is unpickled or e
 import hashlib
 import json
 import time
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ import torch
 
 from infcl.data.captions import decode_captions, decode_text, folded, is_caption, parse_json, texts_in
 from infcl.data.embeddings import decode_embeddings
-from infcl.data.images import DEFAULT_LIMITS, ImageLimits, decode_image
-from infcl.data.index import DEFAULT_KEYS, SampleKeys
+from infcl.data.images import ImageLimits, decode_image
+from infcl.data.index import SampleKeys
 from infcl.data.plan import draw, uniforms
 from infcl.data.records import MAX_CAPTION_BYTES, BadSample, Record
 from infcl.data.tokenizer.open_clip import AnyTokenizer
@@ -31,31 +30,6 @@ _STORAGE_SECONDS = 60.0  # of bad samples in a row, if storage fails
 _TRANSFORM_STREAM = 0  # of `draw`; replacements of bad samples use streams 1, 2, ...
 _CAPTION_STREAM = 1 << 33
 _CHOICE_STREAM, _NEGATIVE_STREAM = (1 << 33) + 1, (1 << 33) + 2  # choices of captions and of hard negatives
-
-
-def decode_record(
-    record: Record,
-    *,
-    keys: SampleKeys = DEFAULT_KEYS,
-    limits: ImageLimits = DEFAULT_LIMITS,
-    random: np.ndarray | None = None,
-    lines: bool = False,
-    shrink: Callable[[int, int], int] | None = None,
-) -> tuple[np.ndarray, list[str], list[str]]:
-    """Decode the image and all captions of a record; see `decode_image` and `decode_captions`.
-
-    Returns:
-        The image, uint8 [H, W, 3]; the captions; notes on what was tolerated.
-
-    Raises:
-        BadSample: the image or the captions cannot be used.
-    """
-    if record.fault is not None:
-        raise BadSample(record.fault.cause, str(record.fault))
-    if record.image is None:
-        raise BadSample("no_image")
-    captions, notes = decode_captions(record, keys, random, lines=lines)
-    return decode_image(record.image, limits, shrink), captions, notes
 
 
 @dataclass(frozen=True)
@@ -123,6 +97,10 @@ class SampleDecoder:
 
     def decode(self, record: Record, epoch: int, position: int, log: ReadLog) -> DecodedSample:
         """Decode a record. (seed, epoch, position) determine all random choices. Raises BadSample."""
+        if record.fault is not None:
+            raise BadSample(record.fault.cause, str(record.fault))
+        if record.image is None:
+            raise BadSample("no_image")
 
         def numbers(stream: int, count: int) -> np.ndarray:
             return draw(self.seed, epoch, position, stream=stream, count=count)
@@ -131,22 +109,17 @@ class SampleDecoder:
             order = np.argsort(numbers(stream, len(texts)), kind="stable") if len(texts) > 1 else [0]
             return [int(order[i % len(texts)]) for i in range(count)]
 
+        order = uniforms(numbers(_CAPTION_STREAM, len(self.keys.json_keys))) if self.keys.json_probs else None
+        captions, notes = decode_captions(record, self.keys, order, lines=self.texts.lines)
         random = uniforms(numbers(_TRANSFORM_STREAM, TRANSFORM_DRAWS))
-        image, captions, notes = decode_record(
-            record,
-            keys=self.keys,
-            limits=self.limits,
-            random=uniforms(numbers(_CAPTION_STREAM, len(self.keys.json_keys))) if self.keys.json_probs else None,
-            lines=self.texts.lines,
-            shrink=lambda height, width: self.transform.shrink(height, width, random),
-        )
+        image = decode_image(record.image, self.limits, lambda h, w: self.transform.shrink(h, w, random))
         drawn = some(captions, self.texts.captions, _CHOICE_STREAM)
         texts, teacher = [captions[i] for i in drawn], None
         if self.keys.teacher:
             rows = decode_embeddings(record.teacher, captions=len(captions), width=self.keys.teacher_width)
             teacher = torch.from_numpy(rows[[0, 1 + drawn[0]]])
         values = _json_of(record) if self.texts.needs_json else {}
-        same = [_same_id(self.texts.same, record.image or b"", texts[0], values)]
+        same = [_same_id(self.texts.same, record.image, texts[0], values)]
         if self.texts.negatives is not None:
             own = [*captions, *(text for key in self.keys.json_keys for text in texts_in(values.get(key)))]
             negatives = _negatives(values, self.texts.negatives, own, notes)

@@ -7,10 +7,16 @@ import torch
 from infcl.config import BatchPlan
 from infcl.data.config import DataConfig
 from infcl.data.evaluation import EvalConfig, eval_source
+from infcl.data.images import DEFAULT_LIMITS
+from infcl.data.index import DEFAULT_KEYS
 from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
+from infcl.data.records import Record
+from infcl.data.samples import DecodedSample, SampleDecoder
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
+from infcl.data.transforms import TrainTransform
+from infcl.data.workers import new_log
 
 
 def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed: int = 0, **options) -> TrainLoader:
@@ -32,6 +38,12 @@ def step_loader(urls: str, tokenizer: Tokenizer, **options) -> TrainLoader:
     """Make a loader with steps of two micro-batches of three samples."""
     defaults = {"micro_batch_size": 3, "num_micro_batches": 2, "seed": 5, "max_bad_fraction": 0.9}
     return small_loader(urls, tokenizer, **(defaults | options))
+
+
+def decode_record(record: Record) -> DecodedSample:
+    """Decode a record as training does, with the default settings."""
+    decoder = SampleDecoder(None, TrainTransform(8), seed=0, keys=DEFAULT_KEYS, limits=DEFAULT_LIMITS)
+    return decoder.decode(record, 0, 0, new_log())
 
 
 def sample_numbers(loader: TrainLoader) -> list[list[int]]:
