@@ -5,16 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from infcl.config import TrainConfig, parse_factors
 from infcl.data.images import DEFAULT_LIMITS, ImageLimits
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.plan import Share
-from infcl.data.samples import SampleDecoder, SampleTexts
+from infcl.data.samples import SampleTexts
 from infcl.data.shards import split_sources
 from infcl.data.table import DEFAULT_COLUMNS, TableColumns, columns_of, is_json_lines
-from infcl.data.workers import make_dataloader
 
 
 @dataclass(frozen=True)
@@ -86,17 +82,6 @@ class DataConfig:
             max_bad_fraction=config.max_bad_fraction,
             workers=config.workers,
             timeout=60 * config.dist_timeout / 3,
-        )
-
-    def loader(self, dataset: Any, decoder: SampleDecoder, share: Share, **options: Any) -> DataLoader:
-        """Return the DataLoader of a dataset of micro-batches; see `make_dataloader`."""
-        return make_dataloader(
-            dataset,
-            num_workers=self.workers,
-            item_bytes=decoder.batch_bytes(share.rows),
-            node_readers=share.node_readers,
-            timeout=self.timeout,
-            **options,
         )
 
 

@@ -19,7 +19,7 @@ from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
 from infcl.data.records import BadSample, Record, ShardReader
 from infcl.data.samples import BatchBuilder, DecodedSample, SampleDecoder
 from infcl.data.table import TableReader
-from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, new_log, watch
+from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, make_dataloader, new_log, watch
 
 _log = logging.getLogger(__name__)
 Collection = ShardReader | TableReader
@@ -102,8 +102,8 @@ class IndexedSource(Source):
         self.sha256, self._micro_batches_per_step = collection.sha256, share.batch.num_micro_batches
         self._sampler = PlanSampler(collection, share, self.steps_per_epoch, decoder.seed)
         self._dataset = IndexedDataset(collection, decoder)
-        self._loader = data.loader(
-            self._dataset, decoder, share, sampler=self._sampler, persistent_workers=data.workers > 0
+        self._loader = make_dataloader(
+            self._dataset, data, decoder, share, sampler=self._sampler, persistent_workers=data.workers > 0
         )
         if share.reader == 0:
             for line in collection.warnings:

@@ -18,7 +18,7 @@ from infcl.data.plan import Share, random_order
 from infcl.data.records import Record, stream_records
 from infcl.data.samples import BatchBuilder, DecodedSample, SampleDecoder, hash_63, join_batches
 from infcl.data.shards import expand_shards
-from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, new_log, watch
+from infcl.data.workers import MicroBatch, NoBatch, ReadLog, Source, make_dataloader, new_log, watch
 
 _log = logging.getLogger(__name__)
 _SHUFFLE_BUFFER = 2048  # undecoded samples
@@ -78,7 +78,7 @@ class StreamingSource(Source):
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, f"an epoch has {self.num_samples} samples")
         self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
         self._dataset, self._share = StreamingDataset(shards, decoder, share), share
-        self._loader = data.loader(self._dataset, decoder, share)
+        self._loader = make_dataloader(self._dataset, data, decoder, share)
 
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
         assert not again, "a stream is read once"

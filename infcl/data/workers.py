@@ -8,12 +8,17 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from infcl.config import counted
+
+if TYPE_CHECKING:
+    from infcl.data.config import DataConfig
+    from infcl.data.plan import Share
+    from infcl.data.samples import SampleDecoder
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFETCH = 4  # micro-batches that each worker reads ahead
@@ -141,30 +146,24 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 
 
 def make_dataloader(
-    dataset: Any, *, num_workers: int, item_bytes: int, node_readers: int = 1, timeout: float = 0.0, **options: Any
+    dataset: Any, data: "DataConfig", decoder: "SampleDecoder", share: "Share", **options: Any
 ) -> DataLoader:
     """Return a DataLoader of the items of `dataset`, one micro-batch each, in order; pinned if there is a GPU.
-
-    Args:
-        dataset: returns or yields micro-batches.
-        num_workers: worker processes; 0 reads in this process.
-        node_readers: processes of this node that make such a DataLoader.
-        timeout: seconds without a micro-batch of the workers after which the DataLoader raises; 0: never.
 
     Raises:
         ValueError: this machine lacks what the workers need, see `_check_shared_memory`.
     """
-    if num_workers:
-        _check_shared_memory(num_workers, item_bytes, node_readers)
+    if data.workers:
+        _check_shared_memory(data.workers, decoder.batch_bytes(share.rows), share.node_readers)
         options |= {
             "prefetch_factor": _PREFETCH,
-            "timeout": timeout,
+            "timeout": data.timeout,
             "worker_init_fn": partial(outlive_first_sigterm, end_of_rank()),
         }
     return DataLoader(
         dataset,
         batch_size=None,
-        num_workers=num_workers,
+        num_workers=data.workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # its own, so that starting an epoch does not change the global random state
         **options,

@@ -341,9 +341,12 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
     """A worker outlives one SIGTERM for a time that is endless here, but not that of its own rank's end."""
     script = (
         "import signal\n"
+        "from types import SimpleNamespace as Of\n"
         "from infcl.data.workers import make_dataloader\n"
         "signal.alarm = lambda seconds: None\n"
-        "loader = make_dataloader(range(9), num_workers=1, item_bytes=1, persistent_workers=True)\n"
+        "data, decoder = Of(workers=1, timeout=0), Of(batch_bytes=lambda rows: 1)\n"
+        "share = Of(rows=1, node_readers=1)\n"
+        "loader = make_dataloader(range(9), data, decoder, share, persistent_workers=True)\n"
         "items = iter(loader)\n"
         "next(items)\n"
         "raise RuntimeError('the end')\n"
