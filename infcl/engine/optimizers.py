@@ -43,16 +43,18 @@ class AdamW(torch.optim.AdamW):
 class _ByPiece(torch.optim.Optimizer):
     """Base class: calls `_update(tensor, gradient, state, options)` for every tensor with a gradient."""
 
-    _new_state: Callable[[torch.Tensor, list[Piece]], dict[str, torch.Tensor]]
     _update: Callable[[torch.Tensor, torch.Tensor, dict, dict], None]
 
     def __init__(self, params, **defaults):
-        super().__init__(params, defaults)
+        super().__init__(params, {"weight_decay": 0.0} | defaults)
         self.layouts: dict[torch.Tensor, tuple[list[Piece], dist.ProcessGroup | None]] = {}
 
     def create_state(self, tensor: torch.Tensor, pieces: list[Piece], group: dist.ProcessGroup | None) -> None:
         self.layouts[tensor] = pieces, group
         self.state[tensor] = {"step": torch.zeros(())} | self._new_state(tensor, pieces)
+
+    def _new_state(self, tensor, pieces):
+        return _moments(tensor)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -88,9 +90,6 @@ class _ByPiece(torch.optim.Optimizer):
 class Lion(_ByPiece):
     """Lion: the update is sign(b1 m + (1 - b1) g); then m <- b2 m + (1 - b2) g. The only state is `exp_avg`."""
 
-    def __init__(self, params, *, lr: float, betas: tuple[float, float]):
-        super().__init__(params, lr=lr, betas=betas, weight_decay=0.0)
-
     def _new_state(self, tensor, pieces):
         return {"exp_avg": torch.zeros_like(tensor)}
 
@@ -104,8 +103,8 @@ class Lion(_ByPiece):
 class AdamW8bit(_ByPiece):
     """AdamW with 8-bit moments for tensors of 4096 elements or more and FP32 for others, as in bitsandbytes."""
 
-    def __init__(self, params, *, lr: float, betas: tuple[float, float], eps: float):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+    def __init__(self, params, **defaults):
+        super().__init__(params, **defaults)
         self.tables = tables()
 
     def _new_state(self, tensor, pieces):
@@ -134,12 +133,6 @@ class Lamb(_ByPiece):
 
     Parameters without weight decay (norms, biases) use Adam's update unscaled, as in the authors' code.
     """
-
-    def __init__(self, params, *, lr: float, betas: tuple[float, float], eps: float):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
-
-    def _new_state(self, tensor, pieces):
-        return _moments(tensor)
 
     def _update(self, tensor, gradient, state, options):
         update = _adam_update(gradient, state, options)
@@ -178,7 +171,7 @@ class AdaFactor(_ByPiece):
         self.momentum_dtype = momentum_dtype
         self.sizes: dict[torch.Tensor, torch.Tensor] = {}  # number of elements per parameter
         options = {"momentum": momentum, "beta2_cap": beta2_cap, "clipping_threshold": clipping_threshold}
-        super().__init__(params, lr=lr, weight_decay=0.0, factored=False, **options)
+        super().__init__(params, lr=lr, factored=False, **options)
 
     def _new_state(self, tensor, pieces):
         self.sizes[tensor] = torch.tensor([float(piece.shape.numel()) for piece in pieces], device=tensor.device)
