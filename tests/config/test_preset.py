@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import partial
 
 import pytest
 
@@ -11,7 +10,7 @@ from infcl.config.precision import PRECISIONS
 from infcl.config.preset import read_preset
 from infcl.plan.memory import bucket_bytes
 from tests.lib.checkout import ROOT
-from tests.lib.engine_steps import engine_steps, settings
+from tests.lib.engine_steps import TOY, engine_steps, settings
 from tests.lib.ranks import run_ranks
 from tests.lib.specs import engine_of, setting
 from tests.lib.step_oracle import ToyCLIP
@@ -75,7 +74,7 @@ def test_a_single_rank_keeps_a_stage_that_does_what_stage_0_does_not(tmp_path):
         (preset if "data_types" in more else preset["zero_optimization"]).update(more)
         config = settings("", deepspeed_config=preset_file(tmp_path, preset))
         assert resolve(config, device="cpu").zero_stage == 1
-        run_ranks(partial(engine_steps, deepspeed_config=config.deepspeed_config), 1, "")
+        run_ranks(engine_steps, 1, TOY, config.deepspeed_config)
 
 
 @pytest.mark.parametrize(

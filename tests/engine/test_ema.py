@@ -15,7 +15,7 @@ from infcl.convert.__main__ import main as convert
 from infcl.convert.export import load_exported
 from infcl.convert.import_weights import read_weights
 from infcl.evaluate.load import load_model
-from tests.lib.engine_steps import START, at_start, engine_on_cpu, engine_steps, expected
+from tests.lib.engine_steps import START, TOY, engine_on_cpu, engine_steps, one_process
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import ToyCLIP, global_batch, worst_error, worst_update_error
 from tests.lib.training import demo_config, fit, run_losses
@@ -43,19 +43,20 @@ class Averaged:
 )
 def test_the_average_equals_a_single_process_float64_one(preset, world_size, decay):
     oracle = Averaged(decay)
-    expected(world_size, after_step=oracle)
-    got = run_ranks(engine_steps, world_size, preset, ema_decay=decay)[0][-1]
-    assert worst_error(got, oracle.values) < 1e-5
+    one_process(TOY, world_size, after_step=oracle)
+    got = run_ranks(engine_steps, world_size, TOY, preset, ema_decay=decay)[0]
+    assert worst_error(got.average, oracle.values) < 1e-5
 
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("preset", ["zero1", "zero2_bf16", "zero3"])
 def test_the_average_of_bf16_parameters_is_of_their_fp32_masters(preset):
     oracle = Averaged(0.5)
-    expected(2, after_step=oracle)
-    *_, weights, average = run_ranks(engine_steps, 2, preset, "bf16", ema_decay=0.5)[0]
+    one_process(TOY, 2, after_step=oracle)
+    got = run_ranks(engine_steps, 2, TOY, preset, precision="bf16", ema_decay=0.5)[0]
+    average, weights = got.average, got.state
     assert worst_error(average, oracle.values) < 2e-2
-    assert worst_update_error(average, oracle.values, at_start()) < 5e-2  # seen: 2.2e-2
+    assert worst_update_error(average, oracle.values, TOY.start()) < 5e-2  # seen: 2.2e-2
     assert any((value != value.bfloat16().float()).any() for value in average.values())
     assert all(not torch.equal(average[name], weights[name]) for name in weights)
 

@@ -27,6 +27,6 @@ def fp16_allowed():
 def fp16_preset(folder, preset) -> str:
     """Write a preset of ds_configs/ in FP16, with a loss scale that does not overflow in these steps."""
     sections = json.loads((ROOT / f"ds_configs/{preset}.json").read_text())
-    sections["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    sections["fp16"] = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     (folder / "p.json").write_text(json.dumps(sections))
     return str(folder / "p.json")

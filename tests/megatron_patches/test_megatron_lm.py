@@ -9,12 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.lib.megatron_stub import stub_training_package
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.shown_commands import python_blocks
-from tests.lib.step_oracle import ToyCLIP, dense_loss, global_batch, worst_error
+from tests.lib.step_oracle import ToyCLIP, global_batch, whole_batch_gradients, worst_error
 from tests.lib.tensor_parallel import layout
 
 MICRO_BATCHES, MICRO_BATCH_SIZE = 3, 4
@@ -124,24 +123,15 @@ def train_step(
 
 def reference(copies: int, shared: bool):
     """The loss of the whole global batch; or the mean of the losses of each micro-batch over all ranks."""
-    model = ToyCLIP().double()
-    images, texts = (side.double().view(copies, MICRO_BATCHES, MICRO_BATCH_SIZE, -1) for side in global_batch(
+    sides = [side.double().view(copies, MICRO_BATCHES, MICRO_BATCH_SIZE, -1) for side in global_batch(
         copies * MICRO_BATCHES * MICRO_BATCH_SIZE
-    ))  # fmt: skip
-
-    def loss(images, texts):
-        features = [
-            nn.functional.normalize(tower(x), dim=-1) for tower, x in ((model.image, images), (model.text, texts))
-        ]
-        return dense_loss(*features, model.logit_scale.exp())
-
-    if shared:
-        value = loss(images.flatten(0, 2), texts.flatten(0, 2))
-    else:
-        chunks = [loss(images[:, i].flatten(0, 1), texts[:, i].flatten(0, 1)) for i in range(MICRO_BATCHES)]
-        value = sum(chunks) / MICRO_BATCHES
-    value.backward()
-    return value.item(), {name: p.grad for name, p in model.named_parameters()}
+    )]  # fmt: skip
+    parts = [[side[:, i].flatten(0, 1) for side in sides] for i in range(MICRO_BATCHES)]
+    batches = [[side.flatten(0, 2) for side in sides]] if shared else parts
+    model = ToyCLIP().double()
+    losses, gradients = zip(*(whole_batch_gradients(model, [batch], [0]) for batch in batches))
+    mean = {name: sum(one[name] for one in gradients) / len(batches) for name in gradients[0]}
+    return float(sum(losses)) / len(batches), mean
 
 
 def times_1024(loss):

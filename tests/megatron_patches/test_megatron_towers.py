@@ -1,16 +1,19 @@
 """Towers in parts equal the whole ones: state dict, features, gradients; what must not be split stays equal."""
 
+import contextlib
+import math
 import random
-from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from infcl.config import BatchPlan
 from infcl.models import CLIP, CLIPConfig, TextConfig, VisionConfig, load_model_config
+from tests.lib.fp16 import fp16_allowed, fp16_preset
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import run_ranks
-from tests.lib.tensor_parallel import CFG, global_batch, layout, new_model
+from tests.lib.tensor_parallel import CFG, batch_of_pairs, layout, new_model
 
 
 def whole_values(model, part_of=lambda parameter: parameter.detach()) -> dict[str, torch.Tensor]:
@@ -57,7 +60,7 @@ def forward_backward(rank, world_size, size, checkpointing, rows, cfg=CFG):
     model = new_model(cfg, activation_checkpointing=checkpointing).double()
     if size > 1:
         split_towers(model, layout(size).tp_group)
-    images, texts = global_batch(rows, 5, cfg)
+    images, texts = batch_of_pairs(rows, 5, cfg)
     features = model.visual(images.double()), model.encode_text(texts)
     generator = torch.Generator().manual_seed(6)
     weights = [torch.randn(f.shape, generator=generator, dtype=f.dtype) for f in features]
@@ -123,7 +126,7 @@ def autocast_dtypes(rank, world_size):
     from megatron_patches.towers import split_towers
 
     gradients, sent = [], SentDtypes()
-    images, texts = global_batch(4, seed=5)
+    images, texts = batch_of_pairs(4, seed=5)
     for split in (False, True):
         model = new_model()
         if split:
@@ -151,22 +154,74 @@ def fifty_steps(rank, world_size):
 
     Convolutions add up in another order on the second rank, as cuDNN may: a bit of their gradients is another.
     """
-    from tests.lib.tensor_parallel import settings, train_steps
+    from tests.lib.engine_steps import SPLIT, engine_steps
 
-    def added_up_otherwise(cfg=CFG, **options):
-        model = new_model(cfg, **options)
+    def added_up_otherwise():
+        model = new_model(patch_dropout=0.25)
         model.visual.conv1.weight.register_hook(lambda gradient: gradient * (1 + rank * 2**-22))
         return model
 
-    parallel = layout(2)
-    config = settings("zero1", 2, lr=3e-3, grad_clip_norm=None)
-    with mock.patch("tests.lib.tensor_parallel.new_model", added_up_otherwise):
-        engine, *_ = train_steps(parallel, config, 50, micro_batches=1, patch_dropout=0.25)
-    values = {n: engine.state.read(p) for n, p in engine.state.parameters() if not hasattr(p, "tensor_parallel_split")}
+    subject = SPLIT._replace(model=added_up_otherwise, micro_batches=1, numbers=range(50), grad_clip_norm=None)
+    options = {"tensor_parallel_size": 2, "lr": 3e-3, "look": whole_parameters}
+    values = engine_steps(rank, world_size, subject, "zero1", **options).seen
     return {name: value.numpy().tobytes() for name, value in values.items()}
+
+
+def whole_parameters(engine) -> dict[str, torch.Tensor]:
+    """Return what this rank holds of parameters that are not split."""
+    named = engine.state.parameters()
+    return {name: engine.state.read(p).clone() for name, p in named if not hasattr(p, "tensor_parallel_split")}
 
 
 @pytest.mark.long
 def test_replicated_parameters_stay_equal_to_the_bit_over_fifty_steps():
     first, second = run_ranks(fifty_steps, 2)
     assert len(first) > 30 and [name for name in first if first[name] != second[name]] == []
+
+
+POISONED = {1: "visual.ln_pre.weight", 3: "logit_scale"}  # step -> a whole parameter
+
+
+def steps_of_which_two_are_poisoned(rank, world_size, preset, precision):
+    """Five steps; in two the gradient of a whole parameter is not a number on tensor-parallel rank 1 of the first copy
+    -> whether each was applied, counters, the weights that this rank holds of whole parameters."""
+    from infcl.train.build import split_model
+    from tests.lib.engine_steps import settings
+    from tests.lib.specs import engine_of
+
+    parallel, config = layout(2), settings(preset, precision=precision, tensor_parallel_size=2)
+    model, now, applied = new_model(), [], []
+    split_model(model, parallel)
+    for name, parameter in model.named_parameters():
+        if name in POISONED.values():
+            parameter.register_hook(lambda gradient, name=name: gradient * (math.nan if name in now else 1))
+    with fp16_allowed() if precision == "fp16" else contextlib.nullcontext():
+        engine = engine_of(model, config, parallel, BatchPlan(parallel.dp_size, 1, 4))
+        engine.train()
+        for step in range(5):
+            now[:] = [POISONED.get(step)] if parallel.tp_rank == 1 and parallel.dp_rank == 0 else []
+            output = engine.encode(*batch_of_pairs(4, seed=10 * step + parallel.dp_rank))
+            engine.backward(sum(value.float().flatten()[::3].sum() for value in output.values()), is_last=True)
+            applied.append(engine.step(config.lr))
+            assert engine.norms[:2].isfinite().all() and engine.norms[2].isfinite() == applied[-1]
+    whole = whole_parameters(engine)
+    assert set(POISONED.values()) <= set(whole)
+    return applied, engine.counters(), whole
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [("zero1", "bf16"), ("zero0", "fp32"), ("zero3_offload", "fp32"), ("zero3", "bf16")]
+    + [("zero1", "fp16"), ("zero3", "fp16")],
+)
+def test_what_is_not_finite_on_a_later_tensor_parallel_rank_skips_the_step_on_all(preset, precision, tmp_path):
+    """A norm counts a whole parameter on tensor-parallel rank 0 only."""
+    preset = fp16_preset(tmp_path, preset) if precision == "fp16" else preset
+    results = run_ranks(steps_of_which_two_are_poisoned, 4, preset, precision)
+    for applied, counters, weights in results:
+        assert applied == [True, False, True, False, True]
+        assert counters["optimizer_step"] == 3 and counters["skipped_steps"] == 2
+        assert precision != "fp16" or counters["cur_scale"] == 2**6
+        for name, value in weights.items():
+            assert value.isfinite().all() and torch.equal(value, results[0][2][name]), name

@@ -49,11 +49,11 @@ def plain(demo_folder, model, tmp_path_factory):
 READ_TWICE_AND_PACKED = {"pixel_cache_gb": "0", "pack_captions": "on"}
 
 
-@pytest.mark.long  # the first look has the steps of test_megatron_engine
+@pytest.mark.long  # the first look has the steps of tests/engine/test_engine.py
 @pytest.mark.parametrize(
     ("size", "copies", "flags"),
     [
-        # slow: one copy's steps are tests/megatron_patches/test_megatron_engine.py's
+        # slow: one copy's steps are tests/engine/test_engine.py's
         pytest.param(2, 1, {"deepspeed_config": "ds_configs/zero1.json"}, marks=pytest.mark.slow),
         (2, 2, {"deepspeed_config": "ds_configs/zero3.json", "grad_checkpointing": True, **READ_TWICE_AND_PACKED}),
     ],

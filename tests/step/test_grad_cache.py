@@ -53,7 +53,7 @@ def test_master_values_go_into_the_loss_and_gradients_into_the_parameter():
 def test_a_loss_that_is_not_finite_gives_the_scalars_gradients_that_are_not():
     """The norm of all gradients shows it then, also where the features' gradients are finite."""
     _, got = cached_gradients(ToyCLIP(), [global_batch(6)], [0], plus=torch.inf)
-    assert got["logit_scale"].isnan().all() and got["image.0.weight"].isfinite().all()
+    assert got["logit_scale"].isnan().all() and got["visual.0.weight"].isfinite().all()
 
 
 def test_seeds_and_micro_batches_must_match_in_number():

@@ -13,7 +13,7 @@ from infcl.step.batches import StepBatches
 from infcl.step.pixels import PixelCache
 from tests.lib.entry import alone, command, losses
 from tests.lib.gpu_steps import steps_without_waiting
-from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, oracle_steps, worst_error
+from tests.lib.step_oracle import EPS, LR, ToyCLIP, global_batch, worst_error
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
     from infcl.checkpoint.load import full_weights
     from infcl.config import BatchPlan, TrainConfig
     from infcl.parallel import init_parallel
-    from tests.lib.engine_steps import accumulate
+    from tests.lib.engine_steps import TOY, accumulate, one_process
     from tests.lib.specs import engine_of
 
     preset = tmp_path / "preset.json"
@@ -77,7 +77,8 @@ def test_fp16_overflows_skip_steps_and_leave_everything_consistent(tmp_path):
     assert applied == sorted(applied) and scales[0] > scales[-1]
     assert counters["optimizer_step"] == sum(applied) and counters["skipped_steps"] == 40 - sum(applied)
     assert counters["global_steps"] == 40
-    _, _, expected = oracle_steps([(images, texts)] * sum(applied), grad_clip_norm=None, weight_decay=0.0)
+    subject = TOY._replace(model=ToyCLIP, numbers=[1] * sum(applied), grad_clip_norm=None, wd=0.0, ceiling=math.inf)
+    expected = one_process(subject, 1).state  # of this batch, which is the first
     got = {name: value.cpu() for name, value in full_weights(engine, keep=True).items()}
     assert worst_error(got, expected) < 2e-2
 

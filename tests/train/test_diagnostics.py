@@ -1,6 +1,5 @@
-"""What a step says about itself: the sample's losses, gradient norms per tower in every stage, MFU's arithmetic."""
+"""What a step says about itself: the sample's losses, MFU's arithmetic. tests/engine/test_engine.py has the norms."""
 
-import json
 import math
 
 import pytest
@@ -22,7 +21,6 @@ from infcl.train.diagnostics import (
     utilisation,
 )
 from tests.lib.ranks import run_ranks
-from tests.lib.step_matrix import demo_batch, demo_model, gradients_in_one_process, step_of_the_towers
 from tests.lib.training import demo_config, fit
 
 
@@ -56,44 +54,6 @@ def test_the_sampled_loss_is_the_loss_and_looks_at_the_first_rows_only():
     assert value.item() == pytest.approx(((images * texts).sum() * 5).item())
     assert torch.equal(sampled.values, micro_batch_metrics(images[:4], texts[:4], scale))
     assert not sampled.values.requires_grad
-
-
-def norms_before_the_step(engine) -> list[float]:
-    return engine.grad_norms().tolist()
-
-
-@pytest.mark.first(4)
-@pytest.mark.parametrize(
-    ("preset", "precision", "within"),
-    [
-        ("zero0", "fp32", 1e-4),
-        ("zero1", "bf16", 2e-2),
-        ("zero3", "fp32", 1e-4),
-        ("offloaded 2", "fp32", 1e-4),
-        ("zero2", "fp32", 1e-4),
-        ("zero3", "bf16", 2e-2),
-        ("zero3_offload", "fp32", 1e-4),
-        ("offloaded 1", "bf16", 2e-2),
-    ],
-)
-def test_the_norms_are_those_of_a_tower_s_gradients_and_of_all(preset, precision, within, tmp_path):
-    """bf16 gradients are kept in other buffers; the reference is one process, in float32, without an engine."""
-    model = demo_model(checkpointing=False).train()
-    squares = {"image": 0.0, "text": 0.0, "all": 0.0}
-    for name, gradient in gradients_in_one_process(2, model, demo_batch).items():
-        square = float(gradient.square().sum())
-        squares["all"] += square
-        if name != "logit_scale":
-            squares["image" if name.startswith("visual.") else "text"] += square
-    wanted = [math.sqrt(square) for square in squares.values()]
-    assert max(wanted[:2]) > 1.2 * min(wanted[:2])  # swapped ones would show
-    options = {"before_step": norms_before_the_step, "precision": precision}
-    if preset.startswith("offloaded"):
-        zero = {"stage": int(preset[-1]), "offload_optimizer": {"device": "cpu"}}
-        options["deepspeed_config"] = str(tmp_path / "preset.json")
-        (tmp_path / "preset.json").write_text(json.dumps({"zero_optimization": zero}))
-    for norms in run_ranks(step_of_the_towers, 2, preset, 1, False, False, **options):
-        assert norms == pytest.approx(wanted, rel=within)
 
 
 def test_what_a_step_logs(demo_folder, tmp_path):

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from infcl.report import read_metrics
 from infcl.step.grad_cache import by_name, cached_step
 from infcl.train import graphs
 from infcl.train.graphs import graph_towers
+from tests.lib.engine_steps import TOWERS, demo_batch, demo_model, engine_steps
 from tests.lib.entry import alone, command
 from tests.lib.ranks import run_ranks
 from tests.lib.recorded_graphs import recorded_graphs
-from tests.lib.step_matrix import demo_batch, demo_model, step_of_the_towers
 
 MICRO_BATCHES, SIZE, STEPS = 3, 8, 2
 LOCKS = {
@@ -42,7 +41,7 @@ def steps(*, graphed: bool, locked="no", checkpointing=False, faulty: int | None
     Returns:
         Loss and gradients of each step; by tower the sums of gradients at the blocks' input; the model.
     """
-    model = demo_model(checkpointing)
+    model = demo_model(activation_checkpointing=checkpointing)
     LOCKS[locked](model)
     found, backwards, sums = [], [], {tower: [] for tower in model.transformers}
     for tower, blocks in model.transformers.items():
@@ -104,7 +103,7 @@ def test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch_alone():
 
 @recorded_graphs()
 def test_an_evaluation_captures_nothing():
-    model = demo_model(checkpointing=False).eval()
+    model = demo_model().eval()
     batch = micro_batches(model, 0)[0]
     plain = model(**batch)
     graph_towers(model)
@@ -115,7 +114,7 @@ def test_an_evaluation_captures_nothing():
 
 @recorded_graphs()
 def test_a_backward_whose_activations_are_overwritten_fails():
-    model = demo_model(checkpointing=False).train()
+    model = demo_model().train()
     graph_towers(model)
     batches = micro_batches(model, 0)
     first, _ = (model.graphs["image"](batch["images"]) for batch in batches[:2])
@@ -127,7 +126,7 @@ def test_a_backward_whose_activations_are_overwritten_fails():
 @pytest.mark.parametrize("preset", ["zero2", "zero1", "zero0"])
 def test_every_stage_without_gathered_parameters_makes_the_same_step(preset):
     plain, graphed = (
-        run_ranks(partial(step_of_the_towers, graphed=graphed), 2, preset, 1, True, False)[0]
+        run_ranks(engine_steps, 2, TOWERS, preset, graphed=graphed, grad_checkpointing=True)[0].state
         for graphed in (False, True)
     )
     assert plain.keys() == graphed.keys() and same(list(graphed.values()), list(plain.values()))

@@ -52,7 +52,7 @@ def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_
     assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
-@pytest.mark.slow  # compiling takes a minute; of tests/step/test_step_matrix.py one case compiles smaller towers
+@pytest.mark.slow  # compiling takes a minute; of tests/engine/test_engine.py one case compiles smaller towers
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder, tmp_path, preset):
     config = demo_config(
