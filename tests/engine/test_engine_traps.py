@@ -5,38 +5,18 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn.functional import normalize
 
 from tests.lib.collectives import collectives
 from tests.lib.engine_steps import engine_on_cpu
 from tests.lib.fp16 import fp16_allowed
 from tests.lib.ranks import run_ranks
-from tests.lib.step_oracle import LR, ToyCLIP, adamw, global_batch, worst_error
-
-
-class Detour(ToyCLIP):
-    """A parameter that some forwards leave out, as a dropped path or a condition does."""
-
-    def __init__(self):
-        super().__init__()
-        self.detour = torch.nn.Linear(8, 8)
-        self.taken = True
-
-    def forward(self, images, texts):
-        output = super().forward(images, texts)
-        if self.taken:
-            output["image_features"] = output["image_features"] + 0.1 * self.detour(output["text_features"])
-        return output
+from tests.lib.step_oracle import LR, ToyCLIP, global_batch
 
 
 def _backward(engine, images, texts, last=True):
     output = engine.encode(images, texts)
     surrogate = (output["image_features"] * output["text_features"]).sum() + output["logit_scale"].sum()
     engine.backward(surrogate, last)
-
-
-# whether the two micro-batches of each step take the detour
-PATTERNS = ((True, True), (True, False), (False, False), (False, True), (True, True), (True, False))
 
 
 def waits_for_the_device(rank, world_size, preset):
@@ -58,55 +38,6 @@ def waits_for_the_device(rank, world_size, preset):
 def test_the_host_waits_for_the_device_before_no_forward(preset):
     """By default DeepSpeed does from the third step on, to time it: what the host was ahead by is lost each time."""
     assert run_ranks(waits_for_the_device, 1, preset) == [[0, 0, 0, 0]]
-
-
-def steps_with_detours(rank, world_size, preset, hosts=1):
-    """The weights and the norm of the gradients after each step, as if on so many hosts."""
-    from infcl.checkpoint.load import full_weights
-    from infcl.parallel import Parallel
-
-    model = Detour()
-    with mock.patch.object(Parallel, "hosts", hosts):  # across hosts stages 1 and 2 reduce during the backward
-        engine, steps = engine_on_cpu(model, preset, 2, grad_clip_norm=None, wd=0.0), []
-    assert hosts == 1 or engine.engine.optimizer.overlap_comm
-    for pattern in PATTERNS:
-        for index, model.taken in enumerate(pattern):
-            _backward(engine, *global_batch(4, seed=10 * rank + index), last=index == 1)
-        engine.step(LR)
-        steps.append((full_weights(engine, keep=True), float(engine.norms[2])))
-    return steps
-
-
-def float64_steps_with_detours(world_size):
-    """The same in one process, where a parameter that a step does not use has gradient 0."""
-    model = Detour().double()
-    optimizer, steps = adamw([{"params": list(model.parameters()), "weight_decay": 0.0}]), []
-    for pattern in PATTERNS:
-        total = model.logit_scale.sum() * 2 + 0 * sum(parameter.sum() for parameter in model.parameters())
-        for seed, taken in ((10 * rank + i, pattern[i]) for rank in range(world_size) for i in range(2)):
-            images, texts = (side.double() for side in global_batch(4, seed=seed))
-            image, text = (normalize(f, dim=-1) for f in (model.image(images), model.text(texts)))
-            total = total + ((image + 0.1 * model.detour(text) * taken) * text).sum() / world_size
-        optimizer.zero_grad()
-        total.backward()
-        norm = float(torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
-        optimizer.step()
-        steps.append(({name: value.detach().clone() for name, value in model.state_dict().items()}, norm))
-    return steps
-
-
-@pytest.mark.first(4)
-@pytest.mark.parametrize(
-    ("preset", "world_size", "hosts"),
-    [*((f"zero{stage}", 2, 1) for stage in range(4)), ("zero2", 2, 2), ("zero3_offload", 2, 1)],
-)
-def test_what_a_backward_does_not_reach_has_the_gradient_of_the_others(preset, world_size, hosts):
-    """Left to itself stage 1 steps with one rank's gradient where the last backward of a step does not reach a
-    parameter; stage 3 applies that of an earlier step again, or adds it; offloaded state does so and drops one too."""
-    steps = run_ranks(steps_with_detours, world_size, preset, hosts)[0]
-    for (got, norm), (weights, true_norm) in zip(steps, float64_steps_with_detours(world_size)):
-        assert norm == pytest.approx(true_norm, rel=1e-5)
-        assert worst_error(got, weights) < 1e-5
 
 
 def count_reductions(rank, world_size, preset, precision, micro_batches):

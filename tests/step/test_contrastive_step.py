@@ -8,6 +8,7 @@ import random
 import sys
 from collections import namedtuple
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from torch import nn
 
 from infcl import Encoders, contrastive_step, inf_cl_loss, info_nce_loss, siglip_loss, split_batch
 from infcl.engine.engine import _import_deepspeed
+from infcl.parallel import Parallel
+from tests.lib.engine_steps import accumulate, engine_on_cpu
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_transformers
 from tests.lib.ranks import rejected, run_ranks
-from tests.lib.step_oracle import adamw, worst_error
+from tests.lib.step_oracle import LR, adamw, worst_error
 
 STEPS, ROWS, SIZE = 3, 5, 2  # rows of a rank, of which three micro-batches are made: 2, 2, 1
 LOSSES = {"inf_cl": inf_cl_loss, "siglip": siglip_loss}
@@ -238,22 +241,42 @@ def mixed_engine(options: str, **model):
     return _import_deepspeed().initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
 
 
+def trainers_engine(options: str):
+    """As on several hosts where it overlaps."""
+    preset = f"{options[:5]}_offload" if "offload" in options else options[:5]
+    with mock.patch.object(Parallel, "hosts", 2 if "overlap" in options else 1):
+        engine = engine_on_cpu(Mixed(), preset, len(PATTERNS[0]), grad_clip_norm=None, wd=0.0)
+    assert "overlap" not in options or engine.engine.optimizer.overlap_comm
+    return engine
+
+
 def mixed_steps(rank: int, world_size: int, options: str, cached_activations: int):
-    engine, losses = mixed_engine(options), []
+    """(losses, norms of the gradients if the trainer's engine measured them, weights)"""
+    trainers = trainers_engine(options) if "trainer's" in options else None
+    engine, losses, norms = trainers.engine if trainers else mixed_engine(options), [], []
+
+    def encode(queries, documents, uses_extra):
+        queries, documents, scale = engine(queries, documents, uses_extra)
+        return {"image_features": queries, "text_features": documents, "logit_scale": scale.log()}
+
     for step, pattern in enumerate(PATTERNS):
-        loss = partial(inf_cl_loss, group=dist.group.WORLD)
-        value = contrastive_step(
-            engine, mixed_batches(step, rank, pattern), loss, cached_activations=cached_activations
-        )
+        batches = mixed_batches(step, rank, pattern)
+        if trainers:
+            value = accumulate(trainers, batches, [0] * len(batches), encode=encode, resident=cached_activations).loss
+            trainers.step(LR)
+            norms.append(float(trainers.norms[2]))
+        else:
+            loss = partial(inf_cl_loss, group=dist.group.WORLD)
+            value = contrastive_step(engine, batches, loss, cached_activations=cached_activations)
+            engine.step()
         dist.all_reduce(value)
         losses.append(float(value) / world_size)
-        engine.step()
     with _import_deepspeed().zero.GatheredParameters(list(engine.module.parameters())):
-        return losses, {key: value.detach().float().clone() for key, value in engine.module.state_dict().items()}
+        return losses, norms, {key: value.detach().float().clone() for key, value in engine.module.state_dict().items()}
 
 
 def mixed_steps_in_float64(world_size: int):
-    model, losses = Mixed().double(), []
+    model, losses, norms = Mixed().double(), [], []
     optimizer = adamw([{"params": list(model.parameters()), "weight_decay": 0.0}])
     for step, pattern in enumerate(PATTERNS):
         batches = [batch for rank in range(world_size) for batch in mixed_batches(step, rank, pattern)]
@@ -262,28 +285,35 @@ def mixed_steps_in_float64(world_size: int):
         loss = dense_loss("inf_cl", (torch.cat(queries), torch.cat(documents)), scales[0])
         optimizer.zero_grad()
         (loss + 0 * model.extra.weight.sum() + 0 * model.extra.bias.sum()).backward()  # unused: 0, not None
+        norms.append(float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))
         optimizer.step()
         losses.append(loss.item())
-    return losses, {key: value.detach().float() for key, value in model.state_dict().items()}
+    return losses, norms, {key: value.detach().float() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(9)
 @pytest.mark.parametrize(
     ("options", "world_size", "cached_activations"),
     [
         ("zero1 overlap", 2, 1),
         ("zero2 offload", 2, 1),
         ("zero3", 2, 2),
+        *((f"zero{stage} of the trainer's engine", 2, 1) for stage in range(4)),
+        *((f"zero{stage} overlap of the trainer's engine", 2, 1) for stage in (1, 2)),
         ("zero0", 2, 1),
+        ("zero3 offload of the trainer's engine", 2, 2),
         ("zero1 offload", 1, 2),
         ("zero2", 2, 2),
         ("zero3 offload", 2, 1),
     ],
 )
 def test_a_parameter_that_some_micro_batches_use_has_the_gradient_of_those(options, world_size, cached_activations):
-    losses, state = run_ranks(mixed_steps, world_size, options, cached_activations)[0]
-    expected_losses, expected = mixed_steps_in_float64(world_size)
+    """Left to itself stage 1 steps with one rank's gradient where the last backward of a step does not reach a
+    parameter; stage 3 applies that of an earlier step again, or adds it; offloaded state does so and drops one too."""
+    losses, norms, state = run_ranks(mixed_steps, world_size, options, cached_activations)[0]
+    expected_losses, expected_norms, expected = mixed_steps_in_float64(world_size)
     assert losses == pytest.approx(expected_losses, abs=5e-6)
+    assert norms == pytest.approx(expected_norms if "trainer's" in options else [], rel=1e-5)
     assert worst_error(state, expected) < 1e-6
 
 
