@@ -38,8 +38,6 @@ def test_an_invalid_line_is_reported_with_its_number(tmp_path, text, message, ca
 
 
 HOSTS = {"a": 8, "b": 8, "c": 8, "d": 8}
-
-
 UNEQUAL, LARGE_FIRST = {"a": 6, "b": 8, "c": 8}, {"a": 16, "b": 4, "c": 4}
 
 
@@ -63,10 +61,3 @@ def test_a_run_continues_with_the_first_hosts_that_divide_the_batch(hosts, alive
 def test_too_few_hosts_are_rejected_with_their_names(alive, minimum):
     with pytest.raises(ValueError, match="at least . are needed .without an answer: .*d"):
         choose_alive(HOSTS, alive, min_hosts=minimum, global_batch_size=4096)
-
-
-@pytest.mark.parametrize(("minimum", "batch"), [(3, 32768), (5, 49152), (0, 49152), (1, 7)])
-def test_a_minimum_that_a_lost_host_would_miss_is_rejected(tmp_path, minimum, batch, capsys):
-    path = written(tmp_path, "".join(f"{host} slots={slots}\n" for host, slots in HOSTS.items()))
-    assert main(["counts", str(path), "--min-hosts", str(minimum), "--global-batch-size", str(batch)]) == 2
-    assert f"--min-hosts {minimum}" in capsys.readouterr().err

@@ -12,14 +12,39 @@ from tests.lib.checkout import ROOT
 from tests.lib.launch_scripts import executable, run
 
 
-def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):
-    command = f"echo >> {shlex.quote(str(tmp_path))}/starts; exit 7"
-    program = ["bash", "launch/supervise.sh", str(tmp_path), "bash", "-c", command]
-    environment = os.environ | {"FIRST_WAIT": "300"}
-    with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert "restart in 300 s" in process.stderr.readline()
-        process.terminate()
-        _, said = process.communicate(timeout=300)
+def start(tmp_path, *command: str, **environment: str) -> subprocess.Popen:
+    program, pipes = ["bash", "launch/supervise.sh", str(tmp_path), *command], subprocess.PIPE
+    return subprocess.Popen(program, cwd=ROOT, env=os.environ | environment, stdout=pipes, stderr=pipes, text=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "message"),
+    [
+        (7, 7, "exit code 7 at no checkpoint, 3 times in a row; giving up"),
+        (0, 1, "exit code 0 at no checkpoint, 3 times in a row; giving up"),
+        (2, 2, "the command is wrong"),
+        (65, 65, "too many bad samples or non-finite steps (exit code 65); not restarted"),
+        (130, 130, "interrupted; not restarted"),
+    ],
+)
+def test_it_gives_up_where_a_restart_does_not_help(tmp_path, code, ended, message):
+    process = start(tmp_path, "bash", "-c", f"exit {code}", FIRST_WAIT="0")
+    assert message in process.communicate(timeout=300)[1] and process.returncode == ended
+
+
+@pytest.mark.parametrize(
+    ("stream", "line", "command"),
+    [
+        ("stdout", "trapped", "trap 'exit 143' TERM; echo trapped; sleep 100 & wait"),
+        ("stderr", "restart in 300 s", "exit 7"),
+    ],
+    ids=["in the run", "between two starts"],
+)
+def test_a_signal_ends_the_command_and_the_supervision_at_once(tmp_path, stream, line, command):
+    process = start(tmp_path, "bash", "-c", f"echo >> {shlex.quote(str(tmp_path))}/starts; {command}", FIRST_WAIT="300")
+    assert line in getattr(process, stream).readline()
+    process.terminate()
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 143 and "stopped" in said
     assert (tmp_path / "starts").read_text() == "\n"
 
@@ -27,13 +52,10 @@ def test_a_signal_between_two_starts_ends_the_supervision_at_once(tmp_path):
 def test_a_signal_before_the_command_has_its_group_is_passed_on(tmp_path):
     """On a busy machine setsid starts late; the training continued to its end."""
     executable(tmp_path / "setsid", f'echo begun\nsleep 1\nexec {shutil.which("setsid")} "$@"\n')
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    program = ["bash", "launch/supervise.sh", str(tmp_path), "sleep", "100"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(program, cwd=ROOT, env=environment, **pipes) as process:
-        assert process.stdout.readline() == "begun\n"
-        process.terminate()
-        _, said = process.communicate(timeout=300)
+    process = start(tmp_path, "sleep", "100", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert process.stdout.readline() == "begun\n"
+    process.terminate()
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 143 and "stopped" in said
 
 
@@ -74,7 +96,8 @@ def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
 @pytest.mark.parametrize(
     ("options", "slots", "message"),
     [
-        (["--min-hosts", "0"], 8, "--min-hosts 0 must be in [1, 4]"),
+        *((["--min-hosts", count], 8, f"--min-hosts {count} must be in [1, 4]") for count in ("0", "5")),
+        (["--batch", "7"], 8, "--min-hosts 1"),
         # 24 ranks that do not divide the batch would stop with a usage error, which is not restarted
         (["--min-hosts", "3", "--batch", "32768"], 8, "without one of the hosts: a batch of 32768"),
         (["--min-hosts", "x"], 8, "invalid int value: 'x'"),

@@ -7,7 +7,9 @@ rank when one fails. It writes {rank: exit code} to FOLDER/codes. Ranks notice i
 of that name. After each step a rank appends [step, ids of its samples] to FOLDER/ids.RANK.
 """
 
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import psutil
 
 from tests.lib.checkout import ROOT
-from tests.lib.fault_run import plant
 from tests.lib.ranks import free_port
 from tests.lib.waiting import wait_until
 
@@ -65,6 +66,40 @@ def members(session: int) -> list[int]:
         except ProcessLookupError:
             pass
     return found
+
+
+def plant(rank: int, step: int, phase: str, number: int) -> None:
+    """Let rank `rank` send itself a signal when phase `phase` of step `step` begins. Call on all ranks.
+
+    Args:
+        number: the signal; 0 kills its loader's first worker instead.
+        phase: encode, loss, replay or step.
+    """
+    from infcl.checkpoint import write as checkpoint_writer
+    from infcl.parallel import read_environment
+    from infcl.train import diagnostics
+
+    def finish_writing(self):
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing])
+        return False
+
+    checkpoint_writer.CheckpointWriter.busy = property(finish_writing)  # no race for the last checkpoint
+    if read_environment()[0] != rank:
+        return
+    encoded, plain_mark = [], diagnostics.PhaseTimer.mark
+
+    def mark_phase(self, name):
+        encoded.extend([name] * (name == "encode"))
+        if len(encoded) == step and name == phase:
+            if number:
+                os.kill(os.getpid(), number)
+            else:
+                multiprocessing.active_children()[0].kill()
+                time.sleep(60)  # until the worker's death is reported
+        plain_mark(self, name)
+
+    diagnostics.PhaseTimer.mark = mark_phase
 
 
 def rank_process(rank: int, arguments: list[str], port: int, folder: Path, fault: list) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -16,7 +15,6 @@ from tests.lib import cluster_run
 from tests.lib.entry import ON_CPU, alone, command, forked, launch, losses
 from tests.lib.hosts import Hosts
 from tests.lib.ranks import rejected, run_ranks
-from tests.lib.step_oracle import worst_error
 from tests.lib.teachers import write_teacher
 from tests.lib.training import demo_config, rejection, run_losses
 from tests.lib.waiting import finish
@@ -39,29 +37,40 @@ def config_of(demo_folder, logs, model, size, copies, **changes):
     return demo_config(demo_folder, logs, **{"tensor_parallel_size": size} | flags | changes)
 
 
-@pytest.fixture(scope="module")
-def plain(demo_folder, model, tmp_path_factory):
-    """Number of data-parallel ranks, by which patch dropout is seeded -> losses of T = 1; one run for each number."""
-    logs = tmp_path_factory.mktemp("plain")
-    return cache(lambda copies: run_losses(copies, config_of(demo_folder, logs / str(copies), model, 1, copies)))
+DISTILLED = {"distill_weight": 2.0, "eps": 1e-3, "force_patch_dropout": None}  # ranks divide the teacher's samples
+LOCKED = {"lock_image": True, "resident_micro_batches": "2", "ema_decay": 0.9, "eps": 1e-3, "force_patch_dropout": None}
+READ_TWICE = {"pixel_cache_gb": "0", "grad_checkpointing": True, "deepspeed_config": "ds_configs/zero3.json"}
 
 
-READ_TWICE_AND_PACKED = {"pixel_cache_gb": "0", "pack_captions": "on"}
-
-
-@pytest.mark.long  # the first look has the steps of tests/engine/test_engine.py
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("size", "copies", "flags"),
-    [
-        # slow: one copy's steps are tests/engine/test_engine.py's
-        pytest.param(2, 1, {"deepspeed_config": "ds_configs/zero1.json"}, marks=pytest.mark.slow),
-        (2, 2, {"deepspeed_config": "ds_configs/zero3.json", "grad_checkpointing": True, **READ_TWICE_AND_PACKED}),
-    ],
-    ids=["2x1-zero1", "2x2-zero3-checkpointing-read-twice-packed"],
+    ("copies", "flags"),
+    [(1, DISTILLED), (1, LOCKED | {"deepspeed_config": "ds_configs/zero3.json"}), (2, READ_TWICE)],
+    ids=["distilled", "locked", "read twice"],
 )
-def test_tensor_parallel_runs_follow_the_plain_one(demo_folder, tmp_path, model, plain, size, copies, flags):
-    losses = run_losses(size * copies, config_of(demo_folder, tmp_path, model, size, copies, **flags))
-    assert losses == pytest.approx(plain(copies), rel=2e-5)
+def test_a_tensor_parallel_run_trains_evaluates_and_exports_as_a_plain_one(demo_folder, tmp_path, model, copies, flags):
+    """Seeds of patch dropout are those of the data-parallel ranks. Nothing is read by two ranks."""
+    flags = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")} | flags
+    flags["pack_captions"] = "on"
+    if "distill_weight" in flags:
+        flags["distill_model"] = write_teacher(tmp_path / "teacher", demo_folder)
+    losses, evaluations, exports = [], [], []
+    for size in (1, 2):
+        run = tmp_path / str(size) / "run"
+        losses.append(run_losses(size * copies, config_of(demo_folder, run.parent, model, size, copies, **flags)))
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["data"]["samples"] == summary["samples_seen"] == 4 * 32
+        evaluations.append(summary["evaluation"])
+        exports.append(load_exported(run / "export")[0].state_dict())
+        trained = consolidated_state_dict(run, ema="ema_decay" in flags)
+        assert all(torch.equal(trained[n].reshape(-1), exports[-1][n].reshape(-1)) for n in exports[-1])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
+    for name, value in exports[0].items():
+        if not name.endswith("in_proj_bias"):  # keys' biases cancel in the softmax: their gradient is rounding
+            assert float((exports[1][name] - value).norm()) <= 1e-3 * float(value.norm()), name
+    assert evaluations[1]["retrieval"]["val_loss"] == pytest.approx(evaluations[0]["retrieval"]["val_loss"], rel=1e-4)
+    for task in evaluations[0]:
+        assert evaluations[1][task] == pytest.approx(evaluations[0][task], abs=0.02), task
 
 
 @pytest.mark.long
@@ -78,53 +87,6 @@ def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_pat
         die_after = None if leg == len(path) else 3 * leg + 1
         losses = run_losses(size * copies, config, die_after)
     assert losses == pytest.approx(whole, rel=2e-5)
-
-
-@pytest.mark.long
-def test_a_locked_tower_is_split_and_trains_as_a_plain_one(demo_folder, tmp_path, model):
-    flags = {"steps": 4, "force_patch_dropout": None, "ema_decay": 0.9, "eps": 1e-3, "lock_image": True}
-    plain = run_losses(1, config_of(demo_folder, tmp_path / "plain", model, 1, 1, **flags))
-    flags |= {"deepspeed_config": "ds_configs/zero3.json", "pack_captions": "on", "resident_micro_batches": "2"}
-    assert run_losses(2, config_of(demo_folder, tmp_path / "split", model, 2, 1, **flags)) == pytest.approx(
-        plain, rel=2e-5
-    )
-    ema = [consolidated_state_dict(tmp_path / name / "run", ema=True) for name in ("plain", "split")]
-    for name, value in ema[0].items():
-        if not name.endswith("in_proj_bias"):
-            assert float((ema[1][name] - value).norm()) <= 1e-3 * float(value.norm()), name
-
-
-def test_a_distilled_run_is_split_as_a_plain_one(demo_folder, tmp_path, model):
-    """Its ranks divide the samples that the teacher encodes."""
-    flags = {"steps": 3, "force_patch_dropout": None, "eps": 1e-3, "distill_weight": 2.0}
-    flags["distill_model"] = write_teacher(tmp_path / "teacher", demo_folder)
-    plain, split = (
-        run_losses(size, config_of(demo_folder, tmp_path / str(size), model, size, 1, **flags)) for size in (1, 2)
-    )
-    assert split == pytest.approx(plain, rel=2e-5)
-
-
-@pytest.mark.long
-def test_evaluation_and_export_of_a_tensor_parallel_run_are_those_of_a_plain_one(demo_folder, tmp_path, model):
-    flags = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
-    flags |= {"steps": 3, "force_patch_dropout": None}
-    summaries, exports = [], []
-    for size, name in ((1, "plain"), (2, "split")):
-        split = {"tensor_parallel_size": size, "pack_captions": "on"}
-        run_losses(2, config_of(demo_folder, tmp_path / name, model, size, 2 // size, **flags | split))
-        root = tmp_path / name / "run"
-        summary = json.loads((root / "summary.json").read_text())
-        assert summary["data"]["samples"] == summary["samples_seen"] == 3 * 32  # nothing is read by two ranks
-        summaries.append(summary["evaluation"])
-        exports.append(load_exported(root / "export")[0].state_dict())
-        trained = consolidated_state_dict(root)
-        assert all(torch.equal(trained[n].reshape(-1), exports[-1][n].reshape(-1)) for n in exports[-1])
-    # keys' biases cancel in the softmax: their gradient is rounding
-    compared = ({n: v for n, v in export.items() if not n.endswith("in_proj_bias")} for export in exports)
-    assert worst_error(*compared) < 1e-3
-    assert summaries[1]["retrieval"]["val_loss"] == pytest.approx(summaries[0]["retrieval"]["val_loss"], rel=1e-4)
-    for task in summaries[0]:
-        assert summaries[1][task] == pytest.approx(summaries[0][task], abs=0.02), task
 
 
 @pytest.mark.cluster

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -34,42 +35,28 @@ def test_twenty_steps_match_the_golden_curve(demo_folder, tmp_path, captions):
     assert shares == {1.0} if captions == "off" else max(shares) < 0.8
 
 
-def test_the_curve_does_not_depend_on_how_the_batch_is_split(demo_folder, tmp_path):
-    """Same global batch, other ranks and micro-batches: the same losses up to the order of fp32 sums."""
-    config = demo_config(demo_folder, tmp_path, batch_size=16, accum_freq=2)
-    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
+CHECKPOINTED = {"grad_checkpointing": True}
+COMPILED = {"accum_freq": 4, "batch_size": 8, "compile_blocks": "on", "resident_micro_batches": "2"} | CHECKPOINTED
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
-    "preset",  # the slow ones are in the tables of tests/engine/test_engine.py
-    ["zero3", "zero3_offload", *(pytest.param(p, marks=pytest.mark.slow) for p in ("zero0", "zero2"))],
+    ("preset", "changes"),
+    [
+        ("zero1", {}),  # other ranks and micro-batches: the same losses up to the order of fp32 sums
+        ("zero3", CHECKPOINTED),
+        ("zero3_offload", CHECKPOINTED),
+        ("zero1", {"loss": "open_clip"}),
+        # of the slow ones tests/engine/test_engine.py has steps, tests/loss/test_losses.py the losses
+        *(slow(preset, CHECKPOINTED) for preset in ("zero0", "zero2")),
+        *(slow("zero1", {"loss": loss}) for loss in ("clip", "disco")),
+        *(slow(preset, COMPILED) for preset in ("zero1", "zero3")),  # compiling takes a minute
+    ],
 )
-def test_zero_stages_with_activation_checkpointing_follow_the_golden_curve(demo_folder, tmp_path, preset):
-    config = demo_config(
-        demo_folder, tmp_path, batch_size=16, deepspeed_config=f"ds_configs/{preset}.json", grad_checkpointing=True
-    )
-    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
-
-
-@pytest.mark.slow  # compiling takes a minute; of tests/engine/test_engine.py one case compiles smaller towers
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_compiled_blocks_with_everything_on_follow_the_golden_curve(demo_folder, tmp_path, preset):
-    config = demo_config(
-        demo_folder, tmp_path, batch_size=8, accum_freq=4, deepspeed_config=f"ds_configs/{preset}.json",
-        compile_blocks="on", grad_checkpointing=True, resident_micro_batches="2",
-    )  # fmt: skip
-    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "loss",  # tests/loss/test_losses.py has the slow ones
-    ["open_clip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("clip", "disco"))],
-)
-def test_the_dense_baselines_train_the_same_model(demo_folder, tmp_path, loss):
-    config = demo_config(demo_folder, tmp_path, batch_size=16, loss=loss)
-    assert run_losses(2, config, FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
+def test_two_ranks_follow_the_golden_curve_in_every_way_to_train(demo_folder, tmp_path, preset, changes):
+    flags = {"batch_size": 16, "deepspeed_config": f"ds_configs/{preset}.json"} | changes
+    assert run_losses(2, demo_config(demo_folder, tmp_path, **flags), FIRST) == pytest.approx(golden(FIRST), rel=2e-3)
 
 
 @pytest.mark.long
