@@ -89,43 +89,28 @@ def test_a_fixed_shape_is_compared_once_and_a_change_is_rejected_with_the_number
     assert "rank 1 has features of requires_grad (True, False), all ranks had (True, True)" in requires_grad
 
 
-@pytest.mark.parametrize("name", LIBRARY)
-def test_a_graph_that_is_kept_gives_the_same_gradients_again(name):
-    pairs = [side.requires_grad_() for side in features("random", 5, 24)]
-    value = LIBRARY[name](*pairs, group=None)
-    first = [gradient.clone() for gradient in torch.autograd.grad(value, pairs, retain_graph=True)]
-    assert all(map(torch.equal, first, torch.autograd.grad(value, pairs)))
-
-
-@pytest.mark.parametrize("name", LIBRARY)
-def test_a_checkpoint_around_a_loss_computes_it_again(name):
-    """torch.utils.checkpoint and save_on_cpu give what was saved to whoever reads it once."""
-    plain, again = [], []
-    for found, call in (
-        (plain, lambda loss, a, b: loss(a, b, group=None)),
-        (again, lambda loss, a, b: checkpoint(lambda x, y: loss(x, y, group=None), a, b, use_reentrant=False)),
-    ):
-        pairs = [side.requires_grad_() for side in features("random", 5, 24)]
-        value = call(LIBRARY[name], *pairs)
-        found += [value.detach(), *torch.autograd.grad(value, pairs)]
-    assert all(torch.equal(a, b) for a, b in zip(plain, again))
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("name", LIBRARY)
-def test_a_compiled_caller_runs_a_loss_eagerly(name):
-    """A graph break: the same loss and gradients to the bit, with the caller's own graphs around it."""
+@pytest.mark.first(11)
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for way in ("kept", "checkpointed", "compiled") for name in LIBRARY]
+)
+def test_a_loss_in_a_callers_graph_is_the_same_to_the_bit(way, name):
+    """In one of which gradients are taken twice; in torch.utils.checkpoint, which gives what was saved to whoever reads
+    it once; in a compiled one, which breaks around it."""
 
     def step(a, b):
         first, second = (torch.nn.functional.normalize(side, dim=1) for side in (a, b))
         return 2 * LIBRARY[name](first, second, group=None)
 
     torch._dynamo.reset()
-    pairs, found = [side.requires_grad_() for side in features("random", 5, 24)], []
-    for run in (step, torch.compile(step, backend="aot_eager")):
-        value = run(*pairs)
-        found.append([value.detach(), *torch.autograd.grad(value, pairs)])
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    pairs = [side.requires_grad_() for side in features("random", 5, 24)]
+    plain = step(*pairs)
+    expected = [plain.detach(), *(one.clone() for one in torch.autograd.grad(plain, pairs, retain_graph=True))]
+    value = {
+        "kept": lambda: plain,
+        "checkpointed": lambda: checkpoint(step, *pairs, use_reentrant=False),
+        "compiled": lambda: torch.compile(step, backend="aot_eager")(*pairs),
+    }[way]()
+    assert all(map(torch.equal, [value.detach(), *torch.autograd.grad(value, pairs)], expected))
 
 
 def _twice(rank, world_size):

@@ -128,48 +128,64 @@ def _loads_in_open_clip(folder, tokenizer):
 
 
 def fit_with_a_poisoned_step(rank, world_size, config: TrainConfig, poisoned):
-    """In step `poisoned` (from 1) an activation of one micro-batch of the last rank is NaN -> statistics per step."""
+    """In step `poisoned` (from 1) an activation of one micro-batch of the last rank is NaN.
+
+    Returns:
+        Of each step the statistics after it and whether it was applied; the first norm's running mean after the first
+        step, and the means of its inputs in all ranks' micro-batches then.
+    """
     declare_torchvision_operators()
     trainer, calls, statistics = new_trainer(config), [], []
     norm = next(m for m in trainer.engine.module.modules() if isinstance(m, torch.nn.BatchNorm2d))
 
-    def poison(_, inputs):
-        calls.append(trainer.step)
-        bad = trainer.step + 1 == poisoned and rank == world_size - 1 and calls.count(trainer.step) == 1
+    def poison(_, inputs):  # in both passes and in the recomputation
+        calls.append((trainer.step, inputs[0].detach().mean((0, 2, 3))))
+        first = [step for step, _ in calls].count(trainer.step) == 1
+        bad = trainer.step + 1 == poisoned and rank == world_size - 1 and first
         return (inputs[0] * float("nan"),) if bad else None
 
     norm.register_forward_pre_hook(poison)
-    update = trainer._update
+    update, running = trainer._update, []
 
     def noted():
         result = update()
         values = {n: v.clone() for n, v in trainer.engine.state.buffers() if "running_" in n or "tracked" in n}
         statistics.append((values, result[1]))
+        running.append(norm.running_mean.clone())
         return result
 
     trainer._update = noted
     trainer.fit()
-    return statistics
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, torch.stack([mean for step, mean in calls if step == calls[0][0]]).unique(dim=0))
+    return statistics, running[0], torch.cat(everyone)
 
 
 @pytest.mark.long
-def test_running_statistics_follow_the_steps_that_are_applied(models, demo_folder, tmp_path):
-    """The step whose numbers are not finite leaves them, the next ones and a resumed run start from them."""
-    flags = {"model": f"open_clip:{models / 'resnet.json'}", "batch_size": 8, "accum_freq": 2, "save_every_n_steps": 2}
-    config = demo_config(demo_folder, tmp_path, steps=3, **flags)
-    ranks = run_ranks(fit_with_a_poisoned_step, 2, config, 2)
-    (first, _), (second, applied), (third, _) = ranks[0]
+def test_running_statistics_move_once_in_each_step_that_is_applied(demo_folder, tmp_path):
+    """By the mean over micro-batches, with checkpointing. The step whose numbers are not finite leaves them, the next
+    ones and a resumed run start from them."""
+    import_open_clip()
+    vision = {"image_size": 64, "timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear"}
+    (tmp_path / "model.json").write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": CLIP_TEXT}))
+    config = demo_config(
+        demo_folder, tmp_path, model=f"open_clip:{tmp_path / 'model.json'}", batch_size=8, accum_freq=3, steps=3,
+        deepspeed_config="ds_configs/zero3.json", grad_checkpointing=True, save_every_n_steps=2,
+    )  # fmt: skip
+    (steps, running, means), (other_steps, *_) = run_ranks(fit_with_a_poisoned_step, 2, config, 2)
+    assert len(means) == 6
+    torch.testing.assert_close(running, 0.1 * means.mean(0), rtol=1e-5, atol=1e-7)
+    (first, _), (second, applied), (third, _) = steps
     assert not applied
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(value.isfinite().all() for value in third.values())
-    assert all(torch.equal(value, ranks[1][2][0][name]) for name, value in third.items())
+    assert all(torch.equal(value, other_steps[2][0][name]) for name, value in third.items())
     assert all(int(value) == 2 for name, value in third.items() if "tracked" in name)
     assert sum(not torch.equal(first[name], value) for name, value in third.items()) > 5
     (tmp_path / "run" / "summary.json").unlink()
-    for path in (tmp_path / "run" / "checkpoints").glob("step_00000003"):
-        shutil.rmtree(path)
-    resumed = run_ranks(fit_with_a_poisoned_step, 2, dataclasses.replace(config, resume="latest"), 0)
-    assert all(torch.equal(resumed[0][0][0][name], value) for name, value in third.items())
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000003")
+    resumed = run_ranks(fit_with_a_poisoned_step, 2, dataclasses.replace(config, resume="latest"), 0)[0][0]
+    assert all(torch.equal(resumed[0][0][name], value) for name, value in third.items())
 
 
 PIXELS = (0.4,) * 3, (0.3,) * 3  # mean and standard deviation
@@ -244,34 +260,6 @@ def test_a_tag_is_a_teacher_with_its_pixels_and_its_tokenizer(models, tmp_path, 
     assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
     expected = open_clip.tokenizer.SimpleTokenizer(context_length=9)(["A photo of a dog"])
     assert torch.equal(tokenizer(["A photo of a dog"]), expected)
-
-
-def first_norm(rank, world_size, config: TrainConfig):
-    """One step -> (running mean of the first BatchNorm after it, this rank's means of its micro-batches)."""
-    declare_torchvision_operators()
-    trainer = new_trainer(config)
-    norm = next(m for m in trainer.engine.module.modules() if isinstance(m, torch.nn.BatchNorm2d))
-    seen = []  # in both passes and in the recomputation
-    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().mean((0, 2, 3))))
-    trainer.fit()
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, torch.stack(seen).unique(dim=0))
-    return norm.running_mean, torch.cat(everyone), norm.momentum, int(norm.num_batches_tracked)
-
-
-@pytest.mark.long
-def test_running_statistics_move_once_per_step_with_checkpointing(demo_folder, tmp_path):
-    import_open_clip()
-    vision = {"image_size": 64, "timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear"}
-    model = tmp_path / "model.json"
-    model.write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": CLIP_TEXT}))
-    config = demo_config(
-        demo_folder, tmp_path, model=f"open_clip:{model}", batch_size=8, accum_freq=3, steps=1,
-        deepspeed_config="ds_configs/zero3.json", grad_checkpointing=True,
-    )  # fmt: skip
-    running, means, momentum, count = run_ranks(first_norm, 2, config)[0]
-    assert len(means) == 6 and (momentum, count) == (0.1, 1)
-    torch.testing.assert_close(running, 0.1 * means.mean(0), rtol=1e-5, atol=1e-7)
 
 
 def _with(family, **changes):

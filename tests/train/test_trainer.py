@@ -119,29 +119,31 @@ def fit_with_lost_saves(rank, world_size, config, lost):
     return ""
 
 
-@pytest.mark.long
-def test_a_run_whose_saves_all_fail_ends_on_every_rank_and_one_that_recovers_does_not(demo_folder, tmp_path):
-    config = demo_config(demo_folder, tmp_path, batch_size=4, steps=8, save_every_n_steps=1, accum_freq=1)
-    for ended in run_ranks(fit_with_lost_saves, 2, config, {2, 4, 5, 6}):
-        assert ended.startswith("3 checkpoints in a row could not be written to") and "more than 2" in ended
-        assert "rank 1: No such device" in ended and ended.endswith("--resume latest continues from step_00000003")
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl", "train")) in (6, 7)  # published by the next step's end
-    resumed = dataclasses.replace(config, resume="latest")
-    # two in a row, twice; what fails at the end does not end it
-    assert run_ranks(fit_with_lost_saves, 2, resumed, {4, 5, 7, 8}) == ["", ""]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_saves"] >= 4
-
-
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
-    ("steps", "lost", "kept"),
-    [(4, {1, 2, 3}, ["step_00000004"]), (12, {2, 3, 4}, ["step_00000001"])],
-    ids=["at the last step: evaluated and exported", "before: no other is begun"],
+    ("ranks", "steps", "lost", "kept"),
+    [  # in the last step saves are waited for: the run is evaluated and exported
+        (1, 4, {1, 2, 3}, [4]),
+        (1, 12, {2, 3, 4}, [1]),
+        (2, 8, {2, 4, 5, 6}, [1, 3]),
+    ],
 )
-def test_saves_that_fail_are_counted_before_the_next_is_begun(demo_folder, tmp_path, steps, lost, kept):
-    config = demo_config(demo_folder, tmp_path, batch_size=4, steps=steps, save_every_n_steps=1, accum_freq=1, warmup=0)
-    [ended] = run_ranks(fit_with_lost_saves, 1, config, lost)
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", *kept]
-    assert (tmp_path / "run" / "summary.json").is_file() == (ended == "") == (steps == 4)
+def test_three_saves_that_fail_in_a_row_end_the_run_on_every_rank(demo_folder, tmp_path, ranks, steps, lost, kept):
+    """They are counted before the next is begun. Two in a row, twice, do not end it, nor do those at the end."""
+    flags = {"save_every_n_steps": 1, "accum_freq": 1, "warmup": 0, "keep_checkpoints": 0}
+    config, run = demo_config(demo_folder, tmp_path, batch_size=4, steps=steps, **flags), tmp_path / "run"
+    for ended in run_ranks(fit_with_lost_saves, ranks, config, lost):
+        assert run.joinpath("summary.json").is_file() == (ended == "") == (steps == 4)
+        if ended:
+            assert ended.startswith("3 checkpoints in a row could not be written to") and "more than 2" in ended
+            assert f"rank {ranks - 1}: No such device" in ended or ranks == 1
+            assert ended.endswith(f"--resume latest continues from step_{kept[-1]:08d}")
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["latest", *(f"step_{step:08d}" for step in kept)]
+    if ranks == 2:
+        resumed = dataclasses.replace(config, resume="latest")
+        assert run_ranks(fit_with_lost_saves, 2, resumed, {4, 5, 7, 8}) == ["", ""]
+        assert json.loads((run / "summary.json").read_text())["failed_saves"] >= 4
 
 
 def failed_export(rank, world_size, config, fault):
