@@ -71,10 +71,11 @@ class CLIP(TextTower):
         activation_checkpointing: bool = False,
     ):
         cfg = cfg.with_overrides(patch_dropout=patch_dropout)
-        options = {"quick_gelu": cfg.quick_gelu, "activation_checkpointing": activation_checkpointing}
-        super().__init__(cfg.text_cfg, cfg.embed_dim, **options)
+        super().__init__(cfg.text_cfg, cfg.embed_dim, quick_gelu=cfg.quick_gelu)
         self.cfg = cfg
-        self.visual = VisionTransformer(cfg.vision_cfg, cfg.embed_dim, **options)
+        self.visual = VisionTransformer(cfg.vision_cfg, cfg.embed_dim, quick_gelu=cfg.quick_gelu)
+        for tower in self.transformers.values():
+            tower.activation_checkpointing = activation_checkpointing
         self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))
         self.logit_bias = None if cfg.init_logit_bias is None else nn.Parameter(torch.full([1], cfg.init_logit_bias))
         self.frozen = {"image": False, "text": False}  # the full tower

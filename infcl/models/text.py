@@ -24,7 +24,6 @@ class TextTower(nn.Module):
         embed_dim: int,
         *,
         quick_gelu: bool = False,
-        activation_checkpointing: bool = False,
     ):
         super().__init__()
         self.context_length = cfg.context_length
@@ -41,7 +40,6 @@ class TextTower(nn.Module):
             quick_gelu=quick_gelu,
             causal=not cfg.no_causal_mask,
             gpt_init=True,
-            activation_checkpointing=activation_checkpointing,
         )
         self.ln_final = LayerNorm(cfg.width)
         self.text_projection = nn.Parameter(cfg.width**-0.5 * torch.randn(cfg.width, embed_dim))

@@ -37,10 +37,9 @@ class Transformer(nn.Module):
         quick_gelu: bool = False,
         causal: bool = False,
         gpt_init: bool = False,
-        activation_checkpointing: bool = False,
     ):
         super().__init__()
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = False  # recompute each block in the backward
         self.first_trained = 0  # the blocks before it are frozen
         self.on_input_gradient: Callable[[torch.Tensor], None] | None = None  # called with d loss / d input, [m, L, w]
         residual_std = width**-0.5 * (2 * layers) ** -0.5 if gpt_init else None

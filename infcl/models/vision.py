@@ -27,7 +27,6 @@ class VisionTransformer(nn.Module):
         embed_dim: int,
         *,
         quick_gelu: bool = False,
-        activation_checkpointing: bool = False,
     ):
         super().__init__()
         self.image_size = cfg.image_size
@@ -44,7 +43,6 @@ class VisionTransformer(nn.Module):
             cfg.heads,
             mlp_ratio=cfg.mlp_ratio,
             quick_gelu=quick_gelu,
-            activation_checkpointing=activation_checkpointing,
         )
         self.ln_post = LayerNorm(cfg.width)
         self.proj = nn.Parameter(scale * torch.randn(cfg.width, embed_dim))
