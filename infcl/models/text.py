@@ -27,7 +27,6 @@ class TextTower(nn.Module):
     ):
         super().__init__()
         self.context_length = cfg.context_length
-        self.vocab_size = cfg.vocab_size
         self.pool_type = cfg.pool_type
         self.eos_id = cfg.eos_id
         self.token_embedding = TokenEmbedding(cfg.vocab_size, cfg.width)

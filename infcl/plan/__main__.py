@@ -112,9 +112,7 @@ def describe(setting: Setting, spec: RunSpec) -> str:
         f"{setting.gpus} x {setting.gpu.name}, {counted(setting.nodes, 'host')}"
         + (f", {setting.link.name} between them" if setting.nodes > 1 else ""),
         *(f"  {profile.name}: {profile.source}" for profile in profiles),
-        f"{setting.global_batch:,} samples per step = {counted(setting.dp_size, 'data-parallel rank')} x "
-        f"{setting.num_micro_batches} x {setting.micro_batch}; {spec.zero_in_words}, "
-        f"{'checkpointing, ' if setting.checkpointing else ''}"
+        f"{spec.batch}; {spec.zero_in_words}, {'checkpointing, ' if setting.checkpointing else ''}"
         f"{setting.precision}, {cached}, loss {setting.loss}, "
         f"{'two-level' if setting.two_level else 'flat'} ring",
         "",
