@@ -60,7 +60,7 @@ def export_tokenizer(source: TokenizerSource, out: Path, context_length: int, *,
         theirs = source.open(context_length)
         assert isinstance(theirs, HuggingFaceTokenizer)
         if not takes_raw_text:
-            theirs.save_files(out)
+            theirs.save(out, ".")
             return
         tokenizer = hugging_face_tokenizer(theirs, cleaning_steps(how))
         names = {name: token for name, token in theirs.inner.special_tokens_map.items() if isinstance(token, str)}

@@ -6,7 +6,6 @@ Exit codes: 0 done, 2 a usage error (reported in one line).
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
@@ -114,7 +113,7 @@ def encoder(clip: CLIP, precision: str) -> Callable[..., dict[str, torch.Tensor]
 
     def encode(images: torch.Tensor | None, texts: torch.Tensor | None) -> dict[str, torch.Tensor]:
         given = {} if texts is None else {name: value.to(device) for name, value in prepare(texts).items()}
-        with torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
             return clip(images, **given)
 
     return encode

@@ -141,12 +141,8 @@ class HuggingFaceTokenizer:
         is_stripped = self.strips_sep and end == self.inner.sep_token_id
         return end if not is_stripped and all(row[-1:] == [end] and row.count(end) == 1 for row in rows) else None
 
-    def save(self, folder: Path) -> None:
-        """Write its files to the run folder's HF_FOLDER. Raises ValueError if those do not give the same ids."""
-        self.save_files(folder / HF_FOLDER)
-
-    def save_files(self, folder: Path) -> None:
-        """Write its files. Raises ValueError if those do not give the same ids."""
+    def save(self, folder: Path, name: str = HF_FOLDER) -> None:
+        """Write its files to folder/name, in a run folder HF_FOLDER. Raises ValueError if they give other ids."""
         with tempfile.TemporaryDirectory() as new:
             self.inner.model_max_length = self.context_length
             self.inner.save_pretrained(new)
@@ -154,7 +150,7 @@ class HuggingFaceTokenizer:
             stored = HuggingFaceTokenizer(new, self.context_length, self._text_cfg)
             if not torch.equal(stored(PROBES), self(PROBES)):
                 raise ValueError(f"tokenizer {self.name}: the files that transformers writes of it give other ids")
-            shutil.copytree(new, folder, dirs_exist_ok=True)
+            shutil.copytree(new, folder / name, dirs_exist_ok=True)
 
 
 AnyTokenizer = Tokenizer | OpenClipTokenizer | HuggingFaceTokenizer
