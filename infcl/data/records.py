@@ -110,7 +110,7 @@ class ShardReader:
     def _read_shard(self, i: int, rows: np.ndarray, images: bool) -> list[bytes | None]:
         """Return image, text, json, teacher, image, ... of the given rows of shard i. Raises ShardFault."""
         if i in self._faults and time.monotonic() < self._faults[i][0]:
-            raise self._faults[i][1]
+            raise self._faults[i][1].with_traceback(None)  # or each time would add to it
         path = self.manifest.shards[i].path
 
         def attempt() -> list[bytes | None]:

@@ -4,6 +4,7 @@ import os
 import tarfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -262,6 +263,16 @@ def test_the_reader_returns_any_samples_in_the_order_asked_for(tmp_path, monkeyp
     assert [record.text.decode() for record in records] == [f"picture number {i}" for i in order]
     assert [record.image for record in records] == [pair_members(int(i))[0][1] for i in order]
     assert all(record.image is None for record in reader.read(order, images=False))
+
+
+def test_a_fault_that_is_reported_again_does_not_grow(tmp_path):
+    reader = ShardReader(load_manifest(write_shards(tmp_path / "a", [3])))
+    (tmp_path / "a" / "00000.tar").unlink()
+    depths = []
+    for _ in range(4):
+        (record,) = reader.read(np.arange(1))
+        depths.append(len(traceback.extract_tb(record.fault.__traceback__)))
+    assert len(set(depths[1:])) == 1
 
 
 def test_plans_and_draws_never_change_between_releases():
