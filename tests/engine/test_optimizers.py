@@ -1,15 +1,12 @@
 """Every optimizer, on slices of flat tensors, updates as its peer does on whole parameters in float64."""
 
 import contextlib
-import dataclasses
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from infcl.checkpoint.load import complete_checkpoints
-from infcl.checkpoint.run_folder import RunFolder
 from infcl.engine.optimizers import AdaFactor
 from infcl.engine.state import Piece
 from tests.lib.engine_steps import TOY, engine_steps, one_process
@@ -17,7 +14,6 @@ from tests.lib.loss_oracle import relative_error
 from tests.lib.open_clip_stub import import_timm_optimizers
 from tests.lib.ranks import run_ranks
 from tests.lib.step_oracle import EPS, LR, worst_error
-from tests.lib.training import demo_config, rejection, run_losses
 
 FACTOR_FROM = 8  # the toy's matrices are 20 x 12, 8 x 20, 20 x 10
 PEERS = {  # timm is imported for those who run them
@@ -112,22 +108,3 @@ def test_adafactors_momentum_stays_in_bf16():
     whole, expected = problem((70, 40))[0], peer_steps((70, 40))
     moved = (expected - whole).norm()
     assert 1e-5 < float((got.view(70, 40) - expected).norm() / moved) < 2**-8
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("opt", "preset", "tolerance"),
-    [("adafactor", "zero2", 2e-5), ("adamw8bit", "zero2", 2e-2), ("lion", "zero1", 2e-5), ("lamb", "zero3", 2e-5)],
-)
-def test_a_run_with_it_moves_to_another_layout(demo_folder, tmp_path, opt, preset, tolerance):
-    """In 8 bits the blocks lie elsewhere in another layout, and so does the rounding."""
-    flags = {"opt": opt, "batch_size": 16, "steps": 6, "save_every_n_steps": 3, "keep_checkpoints": 0}
-    flags |= {"wd": 0.1, "warmup": 2, "deepspeed_config": f"ds_configs/{preset}.json"}
-    whole = demo_config(demo_folder, tmp_path / "whole", **flags)
-    losses = run_losses(2, whole)
-    before = complete_checkpoints(RunFolder(tmp_path / "whole" / "run"))[1]
-    layout = {"batch_size": 32, "deepspeed_config": "ds_configs/zero0.json"}
-    moved = dataclasses.replace(whole, logs=str(tmp_path / "moved"), resume=str(before), **layout)
-    assert run_losses(1, moved) == pytest.approx(losses[3:], rel=tolerance)
-    other = dataclasses.replace(whole, logs=str(tmp_path / "other"), resume=str(before), opt="adamw")
-    assert f"--opt {opt}, not adamw" in run_ranks(rejection, 2, other)[0]

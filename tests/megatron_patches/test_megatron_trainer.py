@@ -73,22 +73,6 @@ def test_a_tensor_parallel_run_trains_evaluates_and_exports_as_a_plain_one(demo_
         assert evaluations[1][task] == pytest.approx(evaluations[0][task], abs=0.02), task
 
 
-@pytest.mark.long
-def test_a_run_continues_under_another_tensor_parallel_size(demo_folder, tmp_path, model):
-    """Three steps under each (T, D, preset), every one resumed from the last, Adam's moments and all."""
-    path = [(2, 2, "zero1"), (1, 2, "zero3"), (4, 1, "zero2")]
-    flags = {"steps": 3 * len(path), "save_every_n_steps": 3, "keep_checkpoints": 0, "force_patch_dropout": None}
-    whole = run_losses(1, config_of(demo_folder, tmp_path / "whole", model, 1, 1, **flags))
-    for leg, (size, copies, preset) in enumerate(path, start=1):
-        config = config_of(
-            demo_folder, tmp_path / "moved", model, size, copies,
-            deepspeed_config=f"ds_configs/{preset}.json", resume="latest", **flags,
-        )  # fmt: skip
-        die_after = None if leg == len(path) else 3 * leg + 1
-        losses = run_losses(size * copies, config, die_after)
-    assert losses == pytest.approx(whole, rel=2e-5)
-
-
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_two_hosts_that_share_layers_train_as_one_rank_does_and_are_warned_of(demo_folder, tmp_path, model):

@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted one bit for bit, whatever it trains and with what."""
+"""A resumed run is the uninterrupted one: bit for bit on the same ranks, and in other layouts up to rounding."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from infcl.models import load_model_config
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
 from tests.lib.ranks import run_ranks
 from tests.lib.teachers import metrics, with_embeddings, write_teacher
-from tests.lib.training import demo_config, fit
+from tests.lib.training import demo_config, fit, rejection, run_losses
 
 TEXT = {"context_length": 16, "vocab_size": 512, "width": 64, "heads": 4, "layers": 2}
 VISION = {"image_size": 32, "layers": [1, 2, 1, 1], "width": 16, "head_width": 32}
@@ -79,3 +79,43 @@ def test_a_resumed_run_continues_bit_for_bit(name, models, demo_folder, tmp_path
     shares = {record.get("micro_left_out_share") for record in records}
     assert all(0 < share < 1 for share in shares) if "margin" in name else shares == {None}
     assert all(("micro_distillation_loss" in record) == ("distilled" in name) for record in records)
+
+
+LAYOUTS = {  # flags; of each leg its ranks, --tensor-parallel-size and preset
+    "adamw": ({}, [(3, 1, "zero1"), (2, 1, "zero3")]),
+    "adamw, offload": ({}, [(4, 1, "zero2"), (2, 1, "zero3_offload"), (1, 1, "zero0"), (3, 1, "zero1")]),
+    "T": ({}, [(4, 2, "zero1"), (2, 1, "zero3"), (4, 4, "zero0")]),
+    "lion": ({"opt": "lion"}, [(2, 1, "zero1"), (1, 1, "zero0")]),
+    "lamb": ({"opt": "lamb"}, [(2, 1, "zero3"), (1, 1, "zero0")]),
+    "adafactor": ({"opt": "adafactor"}, [(2, 1, "zero2"), (1, 1, "zero0")]),
+    "adamw8bit": ({"opt": "adamw8bit"}, [(2, 1, "zero2"), (1, 1, "zero0")]),
+}
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_continues_in_another_layout(name, models, demo_folder, tmp_path):
+    """Three steps in each, resumed from the one before; the losses are those of an uninterrupted run in the first.
+
+    In 8 bits the blocks lie elsewhere in another layout, and so does the rounding.
+    """
+    flags, path = LAYOUTS[name]
+    flags = {"steps": 3 * len(path), "save_every_n_steps": 3, "keep_checkpoints": 0, "wd": 0.1, "warmup": 2} | flags
+
+    def config_of(leg: int, logs: str, **changes):
+        ranks, size, preset = path[leg]
+        own = {"tensor_parallel_size": size, "deepspeed_config": f"ds_configs/{preset}.json"}
+        own |= {"model": str(models / "four_heads.json"), "batch_size": 24 * size // ranks // 2}
+        return demo_config(demo_folder, tmp_path / logs, **own, **flags | changes)
+
+    whole = run_losses(path[0][0], config_of(0, "whole"))
+    for leg, (ranks, _, preset) in enumerate(path):
+        die_after = 3 * leg + 4 if leg < len(path) - 1 else None
+        losses = run_losses(ranks, config_of(leg, "moved", resume="latest"), die_after)
+        written = tmp_path / "moved" / "run" / "checkpoints" / f"step_{3 * leg + 3:08d}" / "infcl.json"
+        manifest = json.loads(written.read_text())
+        assert (manifest["world_size"], f"zero{manifest['zero_stage']}") == (ranks, preset[:5]), "resumed elsewhere"
+    assert losses == pytest.approx(whole, rel=2e-2 if name == "adamw8bit" else 2e-5)
+    if "opt" in flags:
+        other = config_of(0, "other", resume=str(written.parent), opt="adamw")
+        assert f"--opt {flags['opt']}, not adamw" in run_ranks(rejection, path[0][0], other)[0]
