@@ -1,6 +1,6 @@
-"""The average of the weights equals a float64 single-process one in every stage, moves between layouts, is exported.
+"""The average of the weights is seen where asked, moves between layouts, is evaluated and exported.
 
-tests/train/test_resume.py resumes it bit for bit.
+tests/engine/test_engine.py compares it with a float64 single-process one, tests/train/test_resume.py resumes it.
 """
 
 import dataclasses
@@ -15,50 +15,10 @@ from infcl.convert.__main__ import main as convert
 from infcl.convert.export import load_exported
 from infcl.convert.import_weights import read_weights
 from infcl.evaluate.load import load_model
-from tests.lib.engine_steps import START, TOY, engine_on_cpu, engine_steps, one_process
+from tests.lib.engine_steps import START, engine_on_cpu
 from tests.lib.ranks import run_ranks
-from tests.lib.step_oracle import ToyCLIP, global_batch, worst_error, worst_update_error
+from tests.lib.step_oracle import ToyCLIP, global_batch
 from tests.lib.training import demo_config, fit, run_losses
-
-
-class Averaged:
-    """The oracle: float64 averages of all parameters of a model."""
-
-    def __init__(self, decay):
-        self.decay, self.updates, self.values = decay, 0, None
-
-    def __call__(self, model):
-        if self.values is None:
-            self.values = ToyCLIP(logit_scale=START).double().state_dict()
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        self.updates += 1
-        for name, value in model.state_dict().items():
-            self.values[name] = decay * self.values[name] + (1 - decay) * value
-
-
-@pytest.mark.first(2)
-@pytest.mark.parametrize(
-    ("preset", "world_size", "decay"),
-    [("zero0", 2, 0.5), ("zero1", 3, 0.5), ("zero2", 2, 0.15), ("zero3", 3, 0.5), ("zero3_offload", 2, 0.5)],
-)
-def test_the_average_equals_a_single_process_float64_one(preset, world_size, decay):
-    oracle = Averaged(decay)
-    one_process(TOY, world_size, after_step=oracle)
-    got = run_ranks(engine_steps, world_size, TOY, preset, ema_decay=decay)[0]
-    assert worst_error(got.average, oracle.values) < 1e-5
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("preset", ["zero1", "zero2_bf16", "zero3"])
-def test_the_average_of_bf16_parameters_is_of_their_fp32_masters(preset):
-    oracle = Averaged(0.5)
-    one_process(TOY, 2, after_step=oracle)
-    got = run_ranks(engine_steps, 2, TOY, preset, precision="bf16", ema_decay=0.5)[0]
-    average, weights = got.average, got.state
-    assert worst_error(average, oracle.values) < 2e-2
-    assert worst_update_error(average, oracle.values, TOY.start()) < 5e-2  # seen: 2.2e-2
-    assert any((value != value.bfloat16().float()).any() for value in average.values())
-    assert all(not torch.equal(average[name], weights[name]) for name in weights)
 
 
 def seen_weights(rank, world_size, preset, precision):

@@ -48,12 +48,13 @@ class Subject(NamedTuple):
     grad_clip_norm: float | None = 0.5
     wd: float = 0.1
     ceiling: float = math.inf  # of logit_scale
+    ema_decay: float | None = None
 
     def start(self) -> dict[str, torch.Tensor]:
         return self.model().state_dict()
 
 
-TOY = Subject(partial(ToyCLIP, START), global_batch, 3, 5, ceiling=CEILING)
+TOY = Subject(partial(ToyCLIP, START), global_batch, 3, 5, ceiling=CEILING, ema_decay=0.15)
 TOY_WITH_DROPOUT = TOY._replace(model=partial(ToyCLIP, START, 0.3))
 TOWERS = Subject(demo_model, demo_batch, 4, 3, [1], None, 0.0)
 SPLIT = Subject(new_model, batch_of_pairs, 3, 4)
@@ -128,8 +129,8 @@ def engine_steps(
     from infcl.train.compile import prepare_blocks
     from infcl.train.graphs import graph_towers
 
-    own_flags = {"precision": "fp32", "grad_clip_norm": subject.grad_clip_norm, "wd": subject.wd}
-    config = settings(preset, **own_flags | flags)
+    own = {name: getattr(subject, name) for name in ("grad_clip_norm", "wd", "ema_decay")}
+    config = settings(preset, **{"precision": "fp32"} | own | flags)
     size = config.tensor_parallel_size
     parallel = init_parallel("cpu") if size == 1 else layout(size)
     batch = BatchPlan(parallel.dp_size, subject.micro_batches, subject.size)
@@ -189,7 +190,6 @@ def one_process(
     *,
     optimizer=adamw,
     rate: Callable[[str], float] | None = None,
-    after_step=lambda model: None,
     dtype=torch.float64,
 ) -> Steps:
     """Make the subject's steps on the batches of so many data-parallel ranks, all rows in one graph.
@@ -199,7 +199,6 @@ def one_process(
         ranks: data-parallel ranks.
         optimizer: parameter groups -> torch optimizer.
         rate: a parameter's name -> its learning rate over LR.
-        after_step: called with the model at the end of each step.
         dtype: of the parameters.
     """
     model, losses, norms = subject.model().to(dtype).train(), [], []
@@ -207,8 +206,8 @@ def one_process(
         groups = parameter_groups(model, TrainConfig(wd=subject.wd), LR)
     else:
         groups = [{"params": [p], "lr": LR * rate(n), "weight_decay": 0.0} for n, p in model.named_parameters()]
-    optimizer = optimizer(groups)
-    for number in subject.numbers:
+    optimizer, average = optimizer(groups), {n: value.clone() for n, value in model.state_dict().items()}
+    for done, number in enumerate(subject.numbers):
         sides = subject.batch(ranks * subject.micro_batches * subject.size, number)
         seeds = [seed for rank in range(ranks) for seed in seeds_of(number, rank, subject.micro_batches)]
         loss, gradients = whole_batch_gradients(model, zip(*(side.split(subject.size) for side in sides)), seeds)
@@ -219,6 +218,7 @@ def one_process(
         optimizer.step()
         with torch.no_grad():
             model.logit_scale.clamp_(max=subject.ceiling)
-        after_step(model)
+        decay = min(subject.ema_decay or 0.0, (1 + done) / (10 + done))
+        average = {n: decay * average[n] + (1 - decay) * value for n, value in model.state_dict().items()}
         losses.append(loss.item())
-    return Steps(losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()})
+    return Steps(losses, norms, {n: v.detach().clone() for n, v in model.state_dict().items()}, average=average)
