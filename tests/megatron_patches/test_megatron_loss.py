@@ -8,15 +8,11 @@ from tests.lib.loss_oracle import (
     Case,
     Evaluation,
     averaged,
-    features,
     global_batch,
-    mean_kl,
-    means_over_ranks,
     oracle,
     relative_error,
 )  # fmt: skip
 from tests.lib.ranks import rejected, run_ranks
-from tests.lib.step_oracle import dense_loss
 from tests.lib.tensor_parallel import LAYOUTS, layout
 
 ROWS = 8
@@ -63,37 +59,6 @@ def test_gradients_average_over_the_data_parallel_group_to_the_whole_ones(size, 
             own, seen = results[first]
             for other, also_seen in results[first : first + size]:
                 assert seen == also_seen == [ROWS // size] and all(map(torch.equal, own, other))
-
-
-def distilled(rank, world_size, size):
-    """-> loss and gradients of this rank's ROWS pairs, of a loss with a teacher."""
-    from infcl.loss.contrastive import ContrastiveLoss
-    from megatron_patches.loss import TensorParallelLoss
-
-    parallel = layout(size)
-    inner = ContrastiveLoss("inf_cl", group=torch.distributed.group.WORLD, distillation=0.7)
-    sides = teacher_and_student(parallel.dp_size)
-    images, texts, *teacher = (side.chunk(parallel.dp_size)[parallel.dp_rank].clone() for side in sides)
-    leaves = [*(side.requires_grad_() for side in (images, texts)), torch.tensor([30.0], requires_grad=True)]
-    value = TensorParallelLoss(inner, parallel.tp_group)(*leaves, teacher=(*teacher, 50.0))
-    *gradients, d_scale = torch.autograd.grad(value, leaves)
-    return [value.detach(), *gradients, d_scale.squeeze()]
-
-
-def teacher_and_student(copies):
-    rows = ROWS * copies
-    return *features("random", rows, 12, torch.float64), *features("near", rows, 9, torch.float64)
-
-
-@pytest.mark.parametrize(("size", "copies"), [(2, 1), (2, 2)])
-def test_a_teachers_embeddings_are_divided_with_the_samples(size, copies):
-    images, texts, *teacher = (side.requires_grad_() for side in teacher_and_student(copies))
-    scale = torch.tensor(30.0, dtype=torch.float64, requires_grad=True)
-    value = dense_loss(images, texts, scale) + 0.7 * mean_kl(images, texts, scale, *teacher, 50.0)
-    expected = [value.detach(), *torch.autograd.grad(value, (images, texts, scale))]
-    found = means_over_ranks(run_ranks(distilled, size * copies, size)[::size])
-    for one, true in zip(found, expected, strict=True):
-        assert relative_error(one, true) < 1e-6
 
 
 def rejections(rank, world_size, rows):

@@ -39,7 +39,12 @@ def config_of(demo_folder, logs, model, size, copies, **changes):
 
 DISTILLED = {"distill_weight": 2.0, "eps": 1e-3, "force_patch_dropout": None}  # ranks divide the teacher's samples
 LOCKED = {"lock_image": True, "resident_micro_batches": "2", "ema_decay": 0.9, "eps": 1e-3, "force_patch_dropout": None}
-READ_TWICE = {"pixel_cache_gb": "0", "grad_checkpointing": True, "deepspeed_config": "ds_configs/zero3.json"}
+READ_TWICE = {
+    "distill_weight": 2.0,
+    "pixel_cache_gb": "0",
+    "grad_checkpointing": True,
+    "deepspeed_config": "ds_configs/zero3.json",
+}
 
 
 @pytest.mark.first(1)
