@@ -5,6 +5,7 @@ of each kind of tokenizer and model trains two steps. An export that cannot be e
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -163,6 +164,10 @@ def test_every_door_gives_the_trainers_ids_and_features(
         "plain export": (by_infcl(run / "export-safetensors", pixels), average),
         "open_clip": (by_open_clip(run / "export", pixels), average),
     }
+    if (tokenizer, model) == ("bpe", "own"):  # a file alone: CLIP's own tokenizer by the number of its ids
+        shutil.copy(run / "export" / "open_clip_model.safetensors", tmp_path / "w.safetensors")
+        alone = model_file(model, CLIP_WORDS, folder, tmp_path / "alone.json")
+        doors["file"] = (by_infcl(tmp_path / "w.safetensors", pixels, model=alone), average)
     capsys.readouterr()
     if (code := convert(["export", str(run), "--format", "hf"])) == 0:
         doors["hf export"] = (by_infcl(run / "export-hf", pixels), average)

@@ -1,32 +1,15 @@
 """Which tokenizer an evaluation takes: sentencepiece, Hugging Face's files, or a rejection with the numbers."""
 
 import json
-import shutil
 
 import pytest
 import torch
 
 from infcl.convert.export import export_model
-from infcl.data.tokenizer import Tokenizer
-from infcl.data.tokenizer.source import find_tokenizer, stored_tokenizer
 from infcl.evaluate.load import load_model
 from infcl.models import CLIP, load_model_config
 from tests.lib.open_clip_stub import import_transformers
-from tests.lib.small_clip import CONTEXT_LENGTH, TEXTS, small_config
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_folder_of_hugging_faces_tokenizer_files_gives_the_models_own_ids(side, tokenizer_model, tmp_path):
-    import_transformers()  # or skip
-    model = CLIP(small_config())
-    folder = export_model(model.state_dict(), model.cfg, tokenizer_model, tmp_path / "hf", format="hf")
-    (folder / "spiece.model").unlink()
-    fields = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"padding_side": side, "truncation_side": side}))
-    _, tokenize = load_model(folder, device=torch.device("cpu"))
-    ids = tokenize(TEXTS)
-    assert ids.shape == (len(TEXTS), CONTEXT_LENGTH)
-    assert torch.equal(ids, Tokenizer(tokenizer_model, CONTEXT_LENGTH)(TEXTS))
+from tests.lib.small_clip import small_config
 
 
 def test_a_tokenizer_that_never_writes_the_id_at_which_the_model_pools_is_rejected(tokenizer_model, tmp_path):
@@ -38,16 +21,6 @@ def test_a_tokenizer_that_never_writes_the_id_at_which_the_model_pools_is_reject
     (folder / "tokenizer.json").write_text(json.dumps(fields | {"post_processor": None}))
     with pytest.raises(ValueError, match="the model pools at id 1, with which it does not end a caption"):
         load_model(folder, device=torch.device("cpu"))
-
-
-def test_a_sentencepiece_model_is_found_in_its_folder_under_either_name(tokenizer_model, tmp_path):
-    expected = Tokenizer(tokenizer_model, CONTEXT_LENGTH)(TEXTS)
-    for name in ("tokenizer.model", "spiece.model"):
-        folder = tmp_path / name.split(".")[0]
-        folder.mkdir()
-        shutil.copy(tokenizer_model, folder / name)
-        for source in (find_tokenizer(folder, small_config()), stored_tokenizer(folder, small_config())):
-            assert torch.equal(source.open(CONTEXT_LENGTH)(TEXTS), expected)
 
 
 def test_a_tokenizer_that_cannot_be_the_models_is_rejected(tokenizer_model, tmp_path):

@@ -255,29 +255,26 @@ def test_spans_are_where_the_mask_has_captions():
             assert int(seen.sum()) == tokens * (tokens + 1) // 2
 
 
+def resized(vision: dict[str, int], text: dict[str, int]) -> CLIPConfig:
+    replaced = dataclasses.replace
+    return replaced(CFG, vision_cfg=replaced(CFG.vision_cfg, **vision), text_cfg=replaced(CFG.text_cfg, **text))
+
+
+NARROW = resized({"width": 24, "head_width": 12}, {"width": 24})
+LONG = resized({"image_size": 80}, {"context_length": 197})
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "cfg", "why"),
     [
         ("cpu", HALF, CFG, "needs a GPU, not cpu"),
         ("cuda", torch.float32, CFG, "in half precision, not in torch.float32"),
-        ("cuda", HALF, "heads", "heads of width 12"),
-        ("cuda", HALF, "tokens", "sequences of 197 tokens, for which torch's kernels are faster"),
+        ("cuda", HALF, NARROW, "heads of width 12"),
+        ("cuda", HALF, LONG, "sequences of 197 tokens, for which torch's kernels are faster"),
     ],
 )
 def test_where_no_tower_can_have_it_the_reasons_are_said(device, dtype, cfg, why, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if cfg == "heads":
-        cfg = dataclasses.replace(
-            CFG,
-            vision_cfg=dataclasses.replace(CFG.vision_cfg, width=24, head_width=12),
-            text_cfg=dataclasses.replace(CFG.text_cfg, width=24),
-        )
-    elif cfg == "tokens":
-        cfg = dataclasses.replace(
-            CFG,
-            vision_cfg=dataclasses.replace(CFG.vision_cfg, image_size=80),
-            text_cfg=dataclasses.replace(CFG.text_cfg, context_length=197),
-        )
     with torch.device("meta"):
         model = CLIP(cfg)
     with pytest.raises(ValueError, match=why):

@@ -291,18 +291,14 @@ def with_preprocess(fields) -> str:
 
 HOSTILE = {
     "a billion layers": with_number("1000000000", vision_cfg="layers"),
-    "a billion layers of text": with_number("1000000000", text_cfg="layers"),
     "layers of stages": with_number("[3, 4, 1000000000, 3]", vision_cfg="layers"),
-    "width": with_number("3200000000", vision_cfg="width"),
     "width of 70 bits": with_number(str(2**70), vision_cfg="width"),
     "width of 4000 digits": with_number("9" * 4000, vision_cfg="width"),
     "embedding": with_number(str(2**62), top="embed_dim"),
     "vocabulary": with_number(str(2**50), text_cfg="vocab_size"),
     "context": with_number(str(2**40), text_cfg="context_length"),
-    "image": with_number(str(2**44), vision_cfg="image_size"),
     "ratio": with_number("1e999", vision_cfg="mlp_ratio"),
     "ratio of NaN": with_number("NaN", vision_cfg="mlp_ratio"),
-    "ratio of 1e30": with_number("1e30", vision_cfg="mlp_ratio"),
     "bias": with_number("-1e999", top="init_logit_bias"),
     "stem": with_number("[[1000000000, 4, 4], [48, 2, 2]]", vision_cfg="conv_stem"),
     "deep list": "[" * 100_000,
