@@ -11,28 +11,43 @@ import pytest
 import torch
 
 from tests.lib.checkout import ROOT
+from tests.lib.hf_tokenizers import write_tokenizer
 from tests.lib.open_clip_stub import import_transformers
 from tests.lib.ranks import free_port, run_ranks
 from tests.lib.shown_commands import python_blocks
 
-# open_clip as the other tests import it: without torchvision where that does not fit the installed torch
-OPEN_CLIP = "from tests.lib.open_clip_stub import import_open_clip\nimport_open_clip()\n"
-PANDAS = "import sys, types; sys.modules.setdefault('pandas', types.ModuleType('pandas'))\n"  # for tables only
+# what imports torchvision, as open_clip and transformers, does so in spite of the installed torch
+PRELUDE = """import sys, types, runpy
+from tests.lib.open_clip_stub import declare_torchvision_operators
+declare_torchvision_operators()
+"""
+PANDAS = "import open_clip; sys.modules.setdefault('pandas', types.ModuleType('pandas'))\n"  # for its tables only
+
+
+def run(command: list[str], cwd=ROOT, **variables: str) -> subprocess.CompletedProcess:
+    """Run a program without GPUs."""
+    variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    variables |= {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=540, env=os.environ | variables)
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result
+
+
+def example(script: str, *arguments: str) -> list[str]:
+    program = f"sys.argv = {[script, *arguments]!r}\n"
+    program += f"runpy.run_path({str(ROOT / 'examples' / script)!r}, run_name='__main__')"
+    return [sys.executable, "-c", PRELUDE + PANDAS * (script == "loss_in_open_clip.py") + program]
 
 
 def run_page(page: str, folder) -> list[str]:
     """Run the blocks of a page with .data/tutorial replaced by `folder`; return what each printed."""
     printed = []
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment |= {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     for language, source in re.findall(r"```(python|bash)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
-        program = [sys.executable, "-c"] if language == "python" else ["bash", "-ec"]
-        result = subprocess.run(
-            [*program, OPEN_CLIP * ("import open_clip" in source) + source.replace(".data/tutorial", str(folder))],
-            cwd=ROOT, capture_output=True, text=True, timeout=540, env=environment,
-        )  # fmt: skip
-        assert result.returncode == 0, f"{source}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
-        printed.append(result.stdout)
+        source = source.replace(".data/tutorial", str(folder))
+        printed.append(
+            run([sys.executable, "-c", PRELUDE + source] if language == "python" else ["bash", "-ec", source])
+        )
     return printed
 
 
@@ -60,19 +75,6 @@ def test_the_ddp_loop_of_the_tutorial_trains_as_one_process_on_the_complete_batc
         assert torch.equal(two[name], also_two[name])
 
 
-def write_bert(folder) -> None:
-    """Write a small BERT in half precision with its tokenizer, in Hugging Face's format."""
-    import_transformers()
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    letters = [chr(code) for code in range(97, 123)]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=64, **sizes)).half().save_pretrained(folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "row", "flag"),
@@ -90,20 +92,18 @@ def test_an_example_trains_a_text_encoder(script, row, flag, tmp_path):
     if script.startswith("sentence"):
         pytest.importorskip("accelerate")
         pytest.importorskip("datasets")
-    write_bert(tmp_path)
+    import_transformers()
+    from transformers import BertConfig, BertModel
+
+    bert = write_tokenizer(tmp_path, bert=True)
+    BertModel(BertConfig.from_pretrained(bert)).half().save_pretrained(bert)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | {"positive": "c" * n}) for n in range(1, 9)))
     flags = ["--model", str(tmp_path), "--data", str(tmp_path / "rows.jsonl"), "--batch-size", "4", flag, "2"]
-    arguments = [script, *flags, "--output", str(tmp_path / "trained")]
-    program = "from tests.lib.open_clip_stub import import_transformers\nimport_transformers()\nimport runpy, sys\n"
-    program += f"sys.argv = {arguments!r}\nrunpy.run_path({str(ROOT / 'examples' / script)!r}, run_name='__main__')"
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    ranks |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    environment = os.environ | ranks | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "loss" in result.stdout and list((tmp_path / "trained").rglob("model.safetensors"))
-    assert "nan" not in result.stdout
+    command = example(script, *flags, "--output", str(tmp_path / "trained"))
+    printed = run(command, cwd=tmp_path, **ranks, MASTER_PORT=str(free_port())).stdout
+    assert "loss" in printed and list((tmp_path / "trained").rglob("model.safetensors"))
+    assert "nan" not in printed
 
 
 @pytest.mark.slow
@@ -137,11 +137,6 @@ def test_wordnet_holds_out_definitions_and_scores_a_perfect_retriever_as_one(tmp
     ids=lambda value: value.removesuffix(".py"),
 )
 def test_an_example_runs(script, words):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    path = str(ROOT / "examples" / script)
-    program = f"{OPEN_CLIP}{PANDAS}" * (script == "loss_in_open_clip.py")
-    program += f"import runpy; runpy.run_path({path!r}, run_name='__main__')"
-    command = [sys.executable, *(["-c", program] if script == "loss_in_open_clip.py" else [path])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
+    in_processes = [sys.executable, str(ROOT / "examples" / script)]  # which import the script again
+    result = run(example(script) if script == "loss_in_open_clip.py" else in_processes)
     assert words in result.stdout + result.stderr
