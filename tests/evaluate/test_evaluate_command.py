@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 
 import numpy as np
 import pytest
@@ -19,6 +18,8 @@ from PIL import Image
 from infcl.convert.__main__ import main as convert
 from infcl.convert.export import export_model
 from infcl.data.demo import DIGIT_NAMES
+from infcl.data.index import SampleKeys
+from infcl.data.records import stream_records
 from infcl.evaluate.__main__ import main
 from infcl.models import CLIP
 from infcl.models.config import parse_model_config
@@ -36,40 +37,30 @@ from tests.lib.training import demo_config, fit
 IMAGES = 120
 
 
-def read_tar(path):
-    """[{"png": bytes, "txt": bytes, "json": dict}, ...]"""
-    samples = {}
-    with tarfile.open(path) as tar:
-        for member in tar:
-            key, _, kind = member.name.partition(".")
-            data = tar.extractfile(member).read()
-            samples.setdefault(key, {})[kind] = json.loads(data) if kind == "json" else data
-    return list(samples.values())
+def records_of(path):
+    return [record for _, record in stream_records([str(path)], SampleKeys(), None)]
 
 
 @pytest.fixture(scope="module")
 def data(demo_folder, tmp_path_factory):
     """The first demo images: labelled as shards and as class folders, captioned as shards and as a list."""
     folder = tmp_path_factory.mktemp("evaluation")
-    zero_shot = read_tar(next((demo_folder / "zeroshot").glob("*.tar")))[:IMAGES]
-    val = read_tar(sorted((demo_folder / "val").glob("*.tar"))[0])[:IMAGES]
-    image = next(kind for kind in val[0] if kind not in ("txt", "json"))
-    shards, cls, lines = [], [], []
-    for i, sample in enumerate(zero_shot):
-        label = sample["json"]["label"]
-        path = folder / "folders" / DIGIT_NAMES[label] / f"{i:04d}.{image}"
+    zero_shot, val = (records_of(demo_folder / name / "00000.tar")[:IMAGES] for name in ("zeroshot", "val"))
+    shards, cls, lines, captioned = [], [], [], []
+    for i, record in enumerate(zero_shot):
+        label = json.loads(record.json)["label"]
+        path = folder / "folders" / DIGIT_NAMES[label] / f"{i:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sample[image])
-        shards += [(f"{i:04d}.{image}", sample[image]), (f"{i:04d}.json", json.dumps({"label": label}).encode())]
-        cls += [(f"{i:04d}.{image}", sample[image]), (f"{i:04d}.cls", str(label).encode())]
-    captioned = []
-    for i, sample in enumerate(val):
-        caption = sample["txt"].decode()
+        path.write_bytes(record.image)
+        shards += [(path.name, record.image), (f"{i:04d}.json", json.dumps({"label": label}).encode())]
+        cls += [(path.name, record.image), (f"{i:04d}.cls", str(label).encode())]
+    for i, record in enumerate(val):
+        caption = record.text.decode()
         captions = [caption, caption.upper() + "!", caption.split(",")[0]][: 1 + i % 3]
         (folder / "list").mkdir(exist_ok=True)
-        (folder / "list" / f"{i:04d}.{image}").write_bytes(sample[image])
-        lines.append(json.dumps({"image": f"{i:04d}.{image}", "captions": captions}))
-        captioned += [(f"{i:04d}.{image}", sample[image]), (f"{i:04d}.txt", "\n".join(captions).encode())]
+        (folder / "list" / f"{i:04d}.png").write_bytes(record.image)
+        lines.append(json.dumps({"image": f"{i:04d}.png", "captions": captions}))
+        captioned += [(f"{i:04d}.png", record.image), (f"{i:04d}.txt", "\n".join(captions).encode())]
     (folder / "list" / "captions.jsonl").write_text("\n".join(lines) + "\n")
     write_tar(folder / "labels" / "0.tar", shards)
     write_tar(folder / "cls" / "0.tar", cls)
@@ -250,9 +241,9 @@ def test_zero_shot_equals_open_clips_on_the_same_weights_and_images(data, export
     classifier = import_open_clip().build_zero_shot_classifier(
         model, tokenizer, names, [lambda name, t=t: t.format(name) for t in templates], num_classes_per_batch=10
     )
-    samples = read_tar(data / "labels" / "0.tar")
-    images = torch.stack([preprocess(open_image(sample)) for sample in samples])
-    labels = torch.tensor([sample["json"]["label"] for sample in samples])
+    records = records_of(data / "labels" / "0.tar")
+    images = torch.stack([preprocess(Image.open(io.BytesIO(record.image))) for record in records])
+    labels = torch.tensor([json.loads(record.json)["label"] for record in records])
     with torch.no_grad():
         scores = model.encode_image(images, normalize=True) @ classifier
     arguments = ("--task", "zeroshot", "--checkpoint", exports / "open_clip", "--data", data / "labels")
@@ -264,24 +255,21 @@ def test_zero_shot_equals_open_clips_on_the_same_weights_and_images(data, export
 
 def test_retrieval_equals_open_clips_on_the_same_weights_and_images(data, exports, theirs, tmp_path):
     model, preprocess, tokenizer = theirs
-    samples = read_tar(data / "captions" / "0.tar")
-    captions = [sample["txt"].decode().split("\n") for sample in samples]
+    records = records_of(data / "captions" / "0.tar")
+    captions = [record.text.decode().split("\n") for record in records]
+    pixels = torch.stack([preprocess(Image.open(io.BytesIO(record.image))) for record in records])
     with torch.no_grad():
-        images = model.encode_image(torch.stack([preprocess(open_image(s)) for s in samples]), normalize=True)
+        images = model.encode_image(pixels, normalize=True)
         texts = model.encode_text(tokenizer([text for listed in captions for text in listed]), normalize=True)
-    owner = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([len(c) for c in captions]))
+    owner = torch.repeat_interleave(torch.arange(len(records)), torch.tensor([len(c) for c in captions]))
     scores = texts @ images.T  # [captions, images]
     arguments = ("--task", "retrieval", "--checkpoint", exports / "open_clip", "--data", data / "captions")
     ours = evaluate(2, tmp_path, *arguments, "--captions", "lines", "--image-resize", "pil")
     for k in (1, 5, 10):
         found = (scores.topk(k).indices == owner[:, None]).any(1)
         assert ours[f"text_to_image_r{k}"] == pytest.approx(found.double().mean().item(), abs=1e-6)
-        found = (owner[scores.T.topk(k).indices] == torch.arange(len(samples))[:, None]).any(1)
+        found = (owner[scores.T.topk(k).indices] == torch.arange(len(records))[:, None]).any(1)
         assert ours[f"image_to_text_r{k}"] == pytest.approx(found.double().mean().item(), abs=1e-6)
-
-
-def open_image(sample):
-    return Image.open(io.BytesIO(next(value for kind, value in sample.items() if kind not in ("txt", "json", "cls"))))
 
 
 @pytest.mark.parametrize("mode", ["P", "1", "CMYK", "RGBA", "LA", "I;16"])
