@@ -32,11 +32,6 @@ def exported(tokenizer_model, tmp_path_factory):
     return model, folder
 
 
-def pillow_processor(folder):
-    transformers = import_transformers()
-    return getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor).from_pretrained(folder)
-
-
 def test_auto_tokenizer_reads_names_of_special_tokens_as_text(exported, tokenizer_model):
     theirs, texts = import_transformers().AutoTokenizer.from_pretrained(exported[1]), ["</s> is <unk> here_", "<pad>"]
     ids = theirs(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
@@ -62,7 +57,9 @@ def test_raw_captions_are_cleaned_as_for_training_whatever_their_characters(expo
 
 def test_image_processor_gives_open_clips_pixels(exported):
     """Through Pillow, as transformers does it: equal to our Pillow path, normalised."""
-    processor = pillow_processor(exported[1])
+    transformers = import_transformers()
+    kind = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+    processor = kind.from_pretrained(exported[1])
     for shape in ((48, 70), (90, 41), (32, 32)):
         image = Image.fromarray(picture(1, *shape))
         theirs = processor(image, return_tensors="pt").pixel_values
