@@ -11,13 +11,10 @@ from infcl.checkpoint.load import consolidated_state_dict
 from infcl.config import validate
 from infcl.convert.export import load_exported
 from infcl.models import load_model_config
-from tests.lib import cluster_run
-from tests.lib.entry import ON_CPU, alone, command, forked, launch, losses
-from tests.lib.hosts import Hosts
+from tests.lib.entry import ON_CPU, alone, command, launch, losses
 from tests.lib.ranks import rejected, run_ranks
 from tests.lib.teachers import write_teacher
 from tests.lib.training import demo_config, rejection, run_losses
-from tests.lib.waiting import finish
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +73,6 @@ def test_a_tensor_parallel_run_trains_evaluates_and_exports_as_a_plain_one(demo_
     assert evaluations[1]["retrieval"]["val_loss"] == pytest.approx(evaluations[0]["retrieval"]["val_loss"], rel=1e-4)
     for task in evaluations[0]:
         assert evaluations[1][task] == pytest.approx(evaluations[0][task], abs=0.02), task
-
-
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
-def test_two_hosts_that_share_layers_train_as_one_rank_does_and_are_warned_of(demo_folder, tmp_path, model):
-    logs = {name: tmp_path / name for name in ("one", "two")}
-    one = forked(cluster_run.flags(demo_folder, logs["one"], "--model", model), 1)
-    assert one.returncode == 0, one.stderr
-    more = ("--model", model, "--tensor-parallel-size", "2")
-    with Hosts(2, folder=tmp_path / "hosts") as hosts:
-        ranks = cluster_run.train_without_launcher(hosts, cluster_run.flags(demo_folder, logs["two"], *more))
-        (code, output), (other_code, _) = map(finish, ranks)
-    assert code == other_code == 0 and output.count("--tensor-parallel-size 2 shares layers between hosts") == 1, output
-    assert losses(logs["two"]) == pytest.approx(losses(logs["one"]), rel=1e-4)
 
 
 @pytest.mark.multigpu

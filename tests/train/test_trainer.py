@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from infcl.checkpoint import write as checkpoint_writer
 from infcl.report import read_metrics
@@ -75,31 +74,6 @@ def test_a_run_with_siglips_bias_continues_with_clips_loss(demo_folder, tmp_path
     second = dataclasses.replace(first, loss="inf_cl", name="second", model=model, pretrained=str(tmp_path / "first"))
     assert len(run_losses(1, second)) == 1
     assert "init_logit_bias" not in json.loads((tmp_path / "second" / "model_config.json").read_text())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("unlocked", "presets"), [(0, ["zero1", "zero3"]), (2, ["zero0", "zero3"])])
-def test_a_locked_tower_trains_the_same_way_in_every_stage_and_resumes_in_another(
-    demo_folder, tmp_path, unlocked, presets
-):
-    """A frozen tower is encoded once, a partly frozen one twice; with one micro-batch neither is encoded twice."""
-    flags = {"steps": 4, "lock_image": True, "lock_image_unlocked_groups": unlocked, "force_patch_dropout": 0.5}
-    uncached = run_losses(2, demo_config(demo_folder, tmp_path / "uncached", batch_size=32, accum_freq=1, **flags))
-    flags |= {"batch_size": 8, "accum_freq": 4}
-    for preset in presets:
-        config = demo_config(demo_folder, tmp_path / preset, deepspeed_config=f"ds_configs/{preset}.json", **flags)
-        assert run_losses(2, config) == pytest.approx(uncached, rel=1e-5), preset
-        with safe_open(newest_state(tmp_path / preset), framework="pt") as file:
-            with_state = {key.split("/", 1)[1] for key in file.keys() if key.startswith("exp_avg/")}
-        assert with_state and not any(name.startswith("visual.transformer.resblocks.0.") for name in with_state)
-    stopped = dataclasses.replace(config, name="stopped", save_every_n_steps=2)
-    run_ranks(fit, 2, stopped, 3)
-    resumed = dataclasses.replace(stopped, deepspeed_config="ds_configs/zero2.json", resume="latest")
-    assert run_losses(2, resumed) == pytest.approx(uncached, rel=1e-5)
-
-
-def newest_state(logs) -> Path:
-    return sorted((logs / "run" / "checkpoints").glob("step_*"))[-1] / "state_00000.safetensors"
 
 
 def fit_with_lost_saves(rank, world_size, config, lost):
