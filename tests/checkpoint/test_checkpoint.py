@@ -1,4 +1,4 @@
-"""Checkpoints: written while training goes on, rejected when they are not what was written, pruned as asked."""
+"""Checkpoints: written while training continues, rejected when they are not what was written, pruned as asked."""
 
 import dataclasses
 import errno
