@@ -29,7 +29,6 @@ from infcl.plan.setting import parameter_counts, trained_blocks
 from infcl.train.build import build_model
 from tests.lib.live_bytes import LiveBytes
 from tests.lib.ranks import run_ranks
-from tests.lib.saved_tensors import saved_bytes
 from tests.lib.specs import counts_of, memory_of_run, setting, whole
 from tests.lib.training import demo_config
 
@@ -290,11 +289,22 @@ def test_gradients_on_their_way_have_buffers_of_each_type_they_travel_in(stage, 
 
 
 def saved_by_a_forward(cfg, micro_batch_size: int, dtype: torch.dtype, checkpointing: bool) -> int:
+    """Return the bytes of all storages that autograd keeps, each counted once, without the model's parameters."""
     model = CLIP(cfg, activation_checkpointing=checkpointing).train().to(dtype)
     side = cfg.vision_cfg.image_size
     images = torch.zeros(micro_batch_size, 3, side, side, dtype=torch.uint8)
     texts = torch.ones(micro_batch_size, cfg.text_cfg.context_length, dtype=torch.int64)
-    return saved_bytes(model, lambda: model(images, texts))
+    parameters, kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # keeps it alive, so that its address is not reused
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(images, texts)
+    return sum(size for size, _ in kept.values())
 
 
 @pytest.mark.first(1)
