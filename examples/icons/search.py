@@ -80,7 +80,7 @@ class Encoder:
 
     def __init__(self, clip: Any, tokenize: Any):
         self.clip, self.tokenize = clip, tokenize
-        self.transform = EvalTransform(clip.cfg.vision_cfg.image_size)
+        self.transform = EvalTransform(clip.cfg.vision_cfg.image_size, clip.cfg.preprocess)
         digest = hashlib.sha256()
         for name, weight in clip.state_dict().items():
             digest.update(name.encode() + weight.float().numpy().tobytes())

@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", help="commit of the trainer [that of the checkout]")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of pretrain_clip.py; last")
     args = parser.parse_args(arguments)
-    Study(args).run(list(itertools.chain.from_iterable(map(read_plan, args.plans))))
+    study = Study(args)
+    study.run(list(itertools.chain.from_iterable(map(read_plan, args.plans))))
+    sys.exit(1 if study.failed else 0)
 
 
 def read_plan(path: Path) -> list[dict]:
@@ -205,7 +207,7 @@ class Study:
         print(f"slot {slot} starts {name}", flush=True)
         with open(self.args.logs / f"{name}.log", "a") as log:
             words = list(map(str, [*command, *self.args.flags]))
-            process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+            process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
             try:
                 code = process.wait(timeout=max(1.0, self.deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SCORES = ("image_to_text_r1", "text_to_image_r1", "top1_carbon", "top1_vaadin", "top1_fluent-emoji-flat")
-GROUP = ("batch", "steps", "treatment", "loss", "start", "teacher", "flags", "train", "lr", "warmup")
+GROUP = ("model", "batch", "steps", "treatment", "loss", "start", "teacher", "flags", "train", "lr", "warmup")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         groups = grouped(list(csv.DictReader(file)))
     print("|", " | ".join([*GROUP, "seeds", "loss / ln B", *SCORES, "samples/s"]), "|")
     print("|---" * (len(GROUP) + len(SCORES) + 3) + "|")
-    for key, rows in sorted(groups.items(), key=lambda item: (int(item[0][0]), item[0][1:])):
+    for key, rows in sorted(groups.items(), key=lambda item: (item[0][0], int(item[0][1]), item[0][2:])):
         loss = statistics.mean(float(row["final_loss"]) / float(row["ln_batch"]) for row in rows)
         rate = statistics.median(float(row["samples_per_second"]) for row in rows)
         cells = [*key, len(rows), f"{loss:.3f}", *(percent(rows, name) for name in SCORES), f"{rate:,.0f}"]

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from infcl.convert.__main__ import main as convert
 from infcl.convert.export import export_model
 from infcl.evaluate.load import load_model
 from infcl.models import CLIP, load_any_config
+from infcl.models.preprocess import Preprocess
 from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import import_open_clip, import_transformers
 
@@ -26,7 +28,7 @@ def icons():
     """The modules of the example."""
     folder = str(ROOT / "examples" / "icons")
     sys.path.insert(0, folder)
-    yield {name: importlib.import_module(name) for name in ("icons", "build", "search")}
+    yield {name: importlib.import_module(name) for name in ("icons", "build", "search", "study", "table")}
     sys.path.remove(folder)
 
 
@@ -99,6 +101,37 @@ def test_search_ranks_by_cosine_and_embeds_a_set_once(icons, package, tmp_path, 
     monkeypatch.setattr(icons["search"], "render", None)  # the embeddings are stored
     icons["search"].main(arguments)
     assert capsys.readouterr().out.splitlines()[:3] == first[:3]
+
+
+def test_search_resizes_a_picture_as_its_model_was_trained(icons):
+    squash = Preprocess(resize_mode="squash")
+    cfg = SimpleNamespace(vision_cfg=SimpleNamespace(image_size=32), preprocess=squash)
+    assert icons["search"].Encoder(SimpleNamespace(cfg=cfg, state_dict=dict), None).transform.preprocess == squash
+
+
+def test_a_study_takes_relative_folders_and_exits_with_1_if_a_run_failed(icons, tmp_path, monkeypatch, capsys):
+    study, trainer, folder = icons["study"], tmp_path / "checkout" / "pretrain_clip.py", tmp_path / "here" / "data"
+    trainer.parent.mkdir()
+    listing = "os.listdir(sys.argv[sys.argv.index('--train-data') + 1])"
+    trainer.write_text(f"import os, sys; sys.exit('data: ' + str({listing}))")
+    (folder / "train" / "shards").mkdir(parents=True)
+    (folder.parent / "plan.json").write_text('[{"batch": 8, "lr": 0.1}]')
+    monkeypatch.setattr(study, "ROOT", trainer.parent)
+    monkeypatch.setattr(study, "HeldOut", lambda data: None)
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(SystemExit, match="1"):
+        study.main(["plan.json", "--data", "data", "--logs", "runs", "--gpus", "0", "--commit", "x"])
+    assert "exit code 1: data: ['shards']" in capsys.readouterr().out
+
+
+def test_a_table_keeps_models_apart(icons, tmp_path, capsys):
+    cells = dict.fromkeys(icons["table"].GROUP, "1") | dict.fromkeys(icons["table"].SCORES, "0.5")
+    cells |= {"final_loss": "1", "ln_batch": "2", "samples_per_second": "3"}
+    (tmp_path / "rows.csv").write_text(
+        "\n".join(",".join(row) for row in (cells, {**cells, "model": "a"}.values(), {**cells, "model": "b"}.values()))
+    )
+    icons["table"].main([str(tmp_path / "rows.csv")])
+    assert [row[:5] for row in capsys.readouterr().out.splitlines()[2:]] == ["| a |", "| b |"]
 
 
 def test_the_weights_give_equal_features_here_in_open_clip_and_in_transformers(tmp_path):

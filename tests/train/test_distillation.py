@@ -145,7 +145,6 @@ def test_a_teacher_of_another_image_size_is_rejected_with_the_sizes(demo_folder,
 
 def test_the_script_of_the_page_stores_what_the_model_computes(demo_folder, teacher, tmp_path, monkeypatch):
     (script,) = [source for source in python_blocks().values() if "TarWriter" in source]
-    (tmp_path / "with_teacher").mkdir()
     changes = {"logs/large": teacher, "data/train": str(demo_folder / "val"), "data/": f"{tmp_path}/", ".cuda()": ""}
     for shown, here in {**changes, '"cuda"': '"cpu"', "jpg": "png", "l14": "t"}.items():
         assert shown in script
