@@ -61,16 +61,16 @@ def distillation_loss(
         teacher_image_features, teacher_text_features: [b, E] of any width, of the same samples; or a list with those of
             each member of a teacher. They get no gradient.
         teacher_scale: factor of the teacher's cosines; a list for several members.
-        teacher_weights: of the members' losses, which are added; equal with sum 1 by default. Each member costs a
-            complete loss.
+        teacher_weights: at least 0, of the members' losses, which are added; equal with sum 1 by default. Each member
+            costs a complete loss.
         group, options: as in `inf_cl_loss`.
 
     Returns:
         The loss, 0-dim, float32 or wider. Double backward is not supported.
 
     Raises:
-        ValueError: the teacher's rows are not the student's or shapes differ between ranks (raised on every rank), or
-            the lists' lengths differ.
+        ValueError: the teacher's rows are not the student's or shapes differ between ranks (raised on every rank), the
+            lists' lengths differ, or a weight is negative or not finite.
     """
     images, texts, scales = (_members(of) for of in (teacher_image_features, teacher_text_features, teacher_scale))
     weights = [1 / len(images) for _ in images] if teacher_weights is None else list(teacher_weights)
@@ -79,6 +79,8 @@ def distillation_loss(
             f"distillation: {len(images)} members have {len(texts)} sets of text features, {len(scales)} scales and "
             f"{len(weights)} weights"
         )
+    if not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"distillation: teacher_weights {weights} must be finite and at least 0")
     setup = set_up("distillation", image_features, text_features, group, options)
     student = image_features, text_features, scalar_like(image_features, logit_scale)
     losses = []

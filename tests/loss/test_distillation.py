@@ -50,10 +50,10 @@ def with_gradients(loss, case, rank=0, world_size=1, wide=False, **options):
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
-def ours(images, texts, scale, teacher_images, teacher_texts, teacher_scale, **options):
+def ours(images, texts, scale, teacher_images, teacher_texts, teacher_scale, weights=None, **options):
     return distillation_loss(
         images, texts, scale, teacher_image_features=teacher_images, teacher_text_features=teacher_texts,
-        teacher_scale=teacher_scale, **options,
+        teacher_scale=teacher_scale, teacher_weights=weights, **options,
     )  # fmt: skip
 
 
@@ -114,6 +114,8 @@ def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient(dtype):
         (([torch.ones(5, 8)], [torch.ones(5, 8)], [1.0, 2.0]), "1 members have 1 sets of text features, 2 scales"),
         (([], [], []), "0 members have 0 sets of text features, 0 scales and 0 weights"),
         ((torch.ones(5, 8), torch.ones(5, 9), 1.0), r"\(5, 8\), \(5, 9\)"),
+        ((torch.ones(5, 8), torch.ones(5, 8), 1.0, [float("nan")]), r"teacher_weights \[nan\] must be finite"),
+        ((torch.ones(5, 8), torch.ones(5, 8), 1.0, [-1.0]), r"teacher_weights \[-1.0\] must be finite"),
     ],
 )
 def test_a_wrong_teacher_is_rejected_with_the_numbers(teacher, message):
