@@ -56,6 +56,8 @@ def draw(groups: dict[tuple[str, ...], list[dict]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = [rows for rows in groups.values() if not rows[0]["train"]]
+    if not rows:
+        raise SystemExit("--chart: no row is of a run on all training icons")
     samples = statistics.mode(int(row["samples"]) for group in rows for row in group)
     plain = [group for group in rows if _kind(group[0]) == "inf_cl, negative"]
     batches = defaultdict(set)  # of a number of steps

@@ -39,7 +39,9 @@ class NoBatch(RuntimeError):
     def after(cls, bad: int, last: tuple[str, str, str], *, storage_fails: bool) -> "NoBatch":
         """Return the failure after `bad` samples in a row; `last` is the entry of the last one in the log."""
         what = f"{counted(bad, 'sample')} in a row could not be used (the last: {last[0]}: {last[2]})"
-        return cls(what) if storage_fails else cls(f"{what}; is this a data set of images?", 65)
+        of_teacher = last[0].endswith("_teacher")
+        asked = "are these the shards of --teacher-key?" if of_teacher else "is this a data set of images?"
+        return cls(what) if storage_fails else cls(f"{what}; {asked}", 65)
 
 
 def new_log() -> ReadLog:

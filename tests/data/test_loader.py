@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.data import JITTER, write_images
 from infcl.config import BatchPlan
+from infcl.data.index import SampleKeys
 from infcl.data.loader import StepLoader, TooManyBadSamples
 from infcl.data.plan import EpochPlan, Share
 from infcl.data.records import ShardReader
@@ -24,7 +25,7 @@ from infcl.data.synthetic import SyntheticSource, random_captions
 from infcl.data.tokenizer import EOS_ID, Tokenizer
 from infcl.data.workers import NoBatch, describe_death, new_log
 from tests.lib.sample_kinds import write_kinds
-from tests.lib.shard_files import pair_members, picture, write_tar
+from tests.lib.shard_files import encode, pair_members, picture, write_tar
 from tests.lib.small_loader import sample_numbers, step_loader
 
 
@@ -164,16 +165,27 @@ def test_workers_that_would_overflow_shared_memory_are_rejected(shards, tokenize
         step_loader(shards, tokenizer, workers=1, node_readers=8)
 
 
-@pytest.mark.parametrize("dataset_type", ["webdataset", "streaming"])
-def test_a_worker_s_failure_reaches_the_rank_in_one_line(tmp_path, tokenizer, dataset_type, monkeypatch):
+@pytest.mark.parametrize(
+    ("dataset_type", "teacher", "image", "asked"),
+    [
+        ("webdataset", "", b"text", "not_an_image: .*0.tar .*is this a data set of images"),
+        ("streaming", "", b"text", "not_an_image: .*0.tar .*is this a data set of images"),
+        ("webdataset", "t.npy", encode(picture(1)), "no_teacher: .* is missing.*are these the shards of --teacher-key"),
+    ],
+)
+def test_a_worker_s_failure_reaches_the_rank_in_one_line(
+    tmp_path, tokenizer, dataset_type, teacher, image, asked, monkeypatch
+):
     monkeypatch.setattr("infcl.data.samples._BAD_IN_A_ROW", 100)
-    write_tar(tmp_path / "0.tar", [(f"{i}.{e}", b"text") for i in range(60) for e in ("png", "txt")])
+    content = {"png": image, "txt": b"text"}
+    write_tar(tmp_path / "0.tar", [(f"{i}.{name}", data) for i in range(60) for name, data in content.items()])
+    options = {"keys": SampleKeys(teacher=teacher, teacher_width=8 * bool(teacher)), "num_samples": 60}
     message, code = "", 0
     try:  # pytest.raises would keep the workers
-        list(step_loader(str(tmp_path), tokenizer, workers=1, dataset_type=dataset_type, num_samples=60))
+        list(step_loader(str(tmp_path), tokenizer, workers=1, dataset_type=dataset_type, **options))
     except NoBatch as failure:
         message, code = str(failure), failure.exit_code
-    assert re.search("not_an_image: .*0.tar .*is this a data set of images", message)
+    assert re.search(asked, message)
     assert code == 65 and "\n" not in message
 
 

@@ -1,7 +1,11 @@
 """The icons example: its data set and its search page, from a small package of five sets."""
 
+import html
 import importlib
 import json
+import re
+import shutil
+import subprocess
 import sys
 import tarfile
 from types import SimpleNamespace
@@ -101,6 +105,31 @@ def test_search_ranks_by_cosine_and_embeds_a_set_once(icons, package, tmp_path, 
     monkeypatch.setattr(icons["search"], "render", None)  # the embeddings are stored
     icons["search"].main(arguments)
     assert capsys.readouterr().out.splitlines()[:3] == first[:3]
+
+
+DARK, LIGHT = (0, "rgb(20, 23, 26)"), (1, "rgb(255, 255, 255)")  # Chromium's number of the scheme, the page's colour
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium is not installed")
+@pytest.mark.parametrize(("scheme", "colour"), [DARK, LIGHT])
+def test_a_phone_shows_all_pictures_of_the_search_page_in_its_width(scheme, colour, icons, package, tmp_path):
+    """In a frame, since Chromium's own window has at least 500 pixels."""
+    sets, drawn = icons["icons"].read_source(package)
+    found = [(icon._replace(name="<script>" + "long" * 40), sets[icon.prefix], 0.5) for icon in drawn]
+    frame = html.escape(icons["search"].page("red & <b>heart", found, 9))
+    (tmp_path / "frame.html").write_text(f"""<iframe width=390 height=800 srcdoc="{frame}"></iframe><script>
+        onload = () => {{
+            const {{contentDocument: page, contentWindow: view}} = document.querySelector("iframe");
+            const root = page.documentElement, seen = [...page.images].filter(image => image.naturalWidth > 0);
+            document.title = JSON.stringify([page.title, seen.length, root.scrollWidth - root.clientWidth,
+                                             view.getComputedStyle(page.body).backgroundColor]);
+        }}</script>""")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+    title = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown)[1]))
+    assert title == ["red & <b>heart", len(found), 0, colour]
 
 
 def test_search_resizes_a_picture_as_its_model_was_trained(icons):
