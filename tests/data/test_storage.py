@@ -200,6 +200,14 @@ def test_bytes_from_another_place_than_asked_are_not_used(web):
     file.close()
 
 
+def test_an_open_shard_that_is_replaced_on_the_server_is_noticed(web, tmp_path):
+    url, behaviour = web
+    reader = ShardReader(load_manifest(url + "/00000.tar", index_cache=str(tmp_path / "index")))
+    assert reader.read(np.array([1]))[0].fault is None
+    behaviour.tag = "2"
+    assert reader.read(np.array([1]))[0].fault.cause == "shard_changed"
+
+
 def test_a_copy_ends_before_the_disk_is_full_and_leaves_no_file(web, tmp_path, monkeypatch):
     url, behaviour = web
     behaviour.ranges = False
