@@ -26,7 +26,7 @@ class TextTower(nn.Module):
         quick_gelu: bool = False,
     ):
         super().__init__()
-        self.context_length = cfg.context_length
+        self.context_length, self.vocab_size = cfg.context_length, cfg.vocab_size  # as open_clip's models
         self.pool_type = cfg.pool_type
         self.eos_id = cfg.eos_id
         self.token_embedding = TokenEmbedding(cfg.vocab_size, cfg.width)
