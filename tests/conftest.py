@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more would wait for each other:
 # These files run first, in this order, so that no worker of `make test` has a long file left at the end.
 LONGEST = (
     "faults engine attention triton_tile trainer open_clip_models megatron_trainer entry loader checkpoint resume"
-    " contrastive_step sentence_transformers doors losses offload evaluate_command engine_zero3"
+    " contrastive_step partly_used sentence_transformers doors losses offload evaluate_command engine_zero3"
     " ema plan_memory finite observers diagnostics torchrun supervise open_clip"
 )
 
