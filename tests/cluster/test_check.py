@@ -2,7 +2,6 @@
 
 import pytest
 
-from infcl.cluster import check
 from infcl.cluster.check import fetch, gpus, problems, shared_folder
 from tests.lib.launch_scripts import executable
 
@@ -77,17 +76,6 @@ def test_a_failing_nvidia_smi_is_not_a_host_without_gpus(tmp_path, monkeypatch, 
         executable(tmp_path / "nvidia-smi", nvidia_smi)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if nvidia_smi else str(tmp_path))
     assert gpus() == expected
-
-
-@pytest.mark.parametrize(
-    ("lines", "counts"), [("a slots=1\nb slots=1\n", "2 hosts, 2 slots"), ("a slots=1\n", "1 host, 1 slot")]
-)
-def test_hosts_without_gpus_are_right_only_for_ranks_on_cpus(tmp_path, monkeypatch, capsys, lines, counts):
-    (tmp_path / "hosts").write_text(lines)
-    folder = {"error": None, "free_gb": 500.0, "files": [".check-a", ".check-b"]}
-    monkeypatch.setattr(check, "fetch", lambda host, shared: report(gpus=[], shared=folder))
-    assert check.main([str(tmp_path / "hosts"), str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{counts}, 0 GPUs: right for ranks on CPUs (no host has nvidia-smi)\n"
 
 
 @pytest.mark.parametrize(

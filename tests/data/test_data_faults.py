@@ -1,5 +1,6 @@
 """Faults of shards and of their storage: what an epoch of each reader uses and counts."""
 
+import gzip
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,7 @@ CASES = [
     ("another tar after its end", two_in_one, (40, {"damaged_shards": 1}), (33, {"damaged_shard"})),
     ("a file of 0 bytes", shard(b""), (30, {"damaged_shards": 1}), (30, {"damaged_shard"})),
     ("an empty tar", shard(bytes(10240)), (30, {}), (30, set())),
+    ("a compressed tar", shard(gzip.compress(bytes(10240))), "3.tar is compressed", (30, {"damaged_shard"})),
     ("a web page", shard(b"<html>404</html>" * 100), (30, {"damaged_shards": 1}), (30, {"damaged_shard"})),
     ("missing", with_missing, "1 of 4 shards are missing: /no/such/shard.tar", "1 of 4 shards are missing: /no/such"),
     ("pipe: that is not allowed", pipe(allow_pipe=False), NO_PIPE, NO_PIPE),

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from infcl.data import demo
-from infcl.data.demo import BACKGROUNDS, COLOURS, SHAPES, draw_scene
 from infcl.data.shards import load_manifest
 from infcl.data.tokenizer import Tokenizer
 from tests.lib.small_loader import eval_samples
@@ -67,15 +66,6 @@ def test_any_other_folder_is_left_alone(folder, tmp_path, capsys):
     assert "mine.txt: Not a directory" in capsys.readouterr().err
 
 
-def test_forty_percent_of_the_training_pairs_are_digits(folder):
-    samples = list(eval_samples(str(folder / "train"), image_size=32))
-    digits = [sample for sample in samples if "digit" in sample.metadata]
-    assert len(samples) == 600 and len(digits) == 240
-    for sample in digits:
-        name = demo.DIGIT_NAMES[sample.metadata["label"]]
-        assert f"handwritten {name} at" in sample.caption and sample.caption == sample.metadata["caption"]
-
-
 def test_held_out_digits_are_never_trained_on(folder):
     bitmaps, labels, training, held_out = demo.load_digits()
     assert bitmaps.shape == (1797, 8, 8) and len(training) == 1397 and len(held_out) == 400
@@ -104,17 +94,6 @@ def test_validation_captions_are_unique_and_fit_the_context(folder):
     tokens = tokenizer(captions)
     assert tokenizer.vocab_size == demo.VOCAB_SIZE and tokenizer.truncated == 0 and 2 not in tokens
     assert len({tuple(row) for row in tokens.tolist()}) == 1024
-
-
-def test_every_colour_shape_and_background_is_drawn():
-    random = np.full(15, 0.5)
-    for colour, rgb in COLOURS.items():
-        for shape in SHAPES:
-            for background, paper in BACKGROUNDS.items():
-                image = draw_scene(((colour, shape), (colour, shape)), True, background, random)
-                assert image.shape == (32, 32, 3) and image[0, 0].tolist() == list(paper)
-                share = (np.abs(image.astype(int) - rgb).max(2) <= 1).mean()
-                assert 0.05 < share < 0.3
 
 
 def test_pixels_never_change_between_releases():

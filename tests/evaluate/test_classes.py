@@ -62,6 +62,8 @@ def test_a_mapped_label_may_have_several_right_classes(names, tmp_path):
 def test_a_wrong_line_of_a_subset_is_named(names, tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         read_classes(names, write(tmp_path / "subset.txt", line))
+    with pytest.raises(ValueError, match="--zeroshot-classnames .*none: No such file"):
+        read_classes(tmp_path / "none")
 
 
 def test_templates_take_both_marks_and_need_one(tmp_path):

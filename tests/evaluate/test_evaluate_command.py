@@ -28,7 +28,7 @@ from infcl.report.gallery import retrieval_gallery
 from infcl.report.records import read_run
 from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import declare_torchvision_operators, import_open_clip
-from tests.lib.ranks import rejected, run_ranks
+from tests.lib.ranks import run_ranks
 from tests.lib.shard_files import encode, picture, write_tar
 from tests.lib.small_clip import small_config
 from tests.lib.small_loader import eval_samples
@@ -290,29 +290,6 @@ def test_the_pillow_path_has_open_clips_pixels_of_images_that_are_not_rgb(tmp_pa
     transform = open_clip.image_transform(24, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
     theirs = transform(default_loader(tmp_path / "a" / "x.png"))
     assert torch.equal(sample.image, (255 * theirs).round().to(torch.uint8))
-
-
-def rejection(rank, world_size, arguments):
-    from infcl.evaluate.__main__ import _parser, evaluate
-    from infcl.parallel import init_parallel
-
-    return rejected(evaluate, _parser().parse_args(arguments), init_parallel("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "more", "message"),
-    [
-        ("weights.pt", [], "does not say which model it is: give --model"),
-        ("open_clip", ["--model", "ViT-B-32"], "brings its own config; leave --model out"),
-        ("open_clip", ["--zeroshot-classnames", "/no/file"], "--zeroshot-classnames /no/file: No such file"),
-        ("nothing", [], "no such file or folder"),
-        ("open_clip", ["--batch-size", "0"], "--batch-size 0 must be greater than 0"),
-    ],
-)
-def test_mistakes_are_rejected_by_every_rank_alike(data, exports, checkpoint, more, message):
-    arguments = ["--task", "zeroshot", "--data", str(data / "labels"), "--checkpoint", str(exports / checkpoint)]
-    messages = run_ranks(rejection, 2, [*arguments, *more])
-    assert message in messages[0] and messages[0] == messages[1]
 
 
 def on_a_full_disk(rank, world_size, arguments):

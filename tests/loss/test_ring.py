@@ -191,11 +191,3 @@ def _never_come(rank, world_size):
 def test_a_rank_that_does_not_call_the_loss_is_reported():
     message, _ = run_ranks(_never_come, 2)
     assert "inf_cl: rank 0 could not compare its rows, " in message and "of ranks [0, 1]" in message
-
-
-def test_ring_of_one_rank_is_a_no_op():
-    ring = RingExchange(None)
-    block = torch.ones(2)
-    ring.post("block", block)
-    assert ring.wait("block") is block
-    assert _go_round(ring, 0) == ([([[0.0, 0.0]] * 3, [0])], [[1.0, 1.0]] * 3)

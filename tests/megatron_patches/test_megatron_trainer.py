@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from infcl.checkpoint.load import consolidated_state_dict
-from infcl.config import validate
 from infcl.convert.export import load_exported
 from infcl.models import load_model_config
 from tests.lib.entry import ON_CPU, alone, command, launch, losses
@@ -136,16 +135,3 @@ def test_sizes_that_do_not_fit_are_rejected_with_the_numbers(demo_folder, tmp_pa
     for locked in (False, True):
         heads = demo_config(demo_folder, tmp_path, tensor_parallel_size=2, lock_image=locked)
         assert "the 3 heads of the image tower" in run_ranks(rejection, 2, heads)[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be greater than 0"),
-        ({"tensor_parallel_size": 4, "batch_size": 9}, "does not divide --batch-size 9: .* Use 8 or 12"),
-        ({"tensor_parallel_size": 4, "batch_size": 3}, "does not divide --batch-size 3: .* Use 4$"),
-    ],
-)
-def test_flags_that_cannot_work_are_rejected(demo_folder, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        validate(demo_config(demo_folder, tmp_path, **changes))

@@ -30,6 +30,7 @@ PLAN = {
 }
 OTHERS = {
     "infcl.evaluate --device cpu --task retrieval --data {empty} --checkpoint {empty}": "no weights there",
+    "infcl.evaluate --task zeroshot --data {empty} --checkpoint {empty} --batch-size 0": "--batch-size 0 must be",
     "infcl.report {empty}": "not a run folder",
     "infcl.report {started}": "no step yet",
     "infcl.convert export {empty}": "empty is no run folder",
