@@ -9,7 +9,6 @@
 #   PRESET=zero3 make train       another ZeRO preset of ds_configs/
 #   make train FLAGS="--lr 1e-3"  other flags of pretrain_clip.py (give NAME=... too: a finished run is not trained over)
 #   make charts                   the charts of the docs again, from docs/results
-#   make train FLAGS=--overwrite  train a finished run again
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV   ?= .venv

@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     for training in trainings:
         folder, began = options.work / "runs" / training.name, time.monotonic()
         command = command_of(training, options)
+        shutil.rmtree(folder, ignore_errors=True)  # of a training that failed
         failure, output = run(command, options.time_out, env=os.environ | ENVIRONMENT[options.device])
         if failure:
             failed += 1
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 def command_of(training: Training, options: argparse.Namespace) -> list[str]:
     """Return the trainer's command. Without "--", torchrun reads --logs as an abbreviation of its own flags."""
     start = [*torchrun(options.ranks), *(["--"] if options.ranks > 1 else []), "pretrain_clip.py", *training.flags]
-    place = ["--logs", str(options.work / "runs"), "--name", training.name, "--overwrite"]
+    place = ["--logs", str(options.work / "runs"), "--name", training.name]
     return [*start, "--device", options.device, *place]
 
 

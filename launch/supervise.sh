@@ -13,7 +13,7 @@
 # the batch where the command does not. A hostfile or a MIN that is wrong ends this with 2.
 # Finished means that RUN_FOLDER/summary.json is there: the launcher's exit code 0 is not trusted. Not restarted: a
 # usage error (2), bad samples or non-finite steps (65), Ctrl-C (130), and a signal to this script, which is passed
-# on first. --overwrite is refused.
+# on first.
 # The launch scripts take a relative --logs from the repository: started elsewhere, give RUN_FOLDER and --logs in full.
 set -u
 hostfile="" min_hosts=1 batch=""
@@ -38,10 +38,7 @@ value_of() {  # the last one counts, as in the program
 }
 launched=""
 for flag in "$@"; do
-  case $flag in
-    --overwrite) refuse "--overwrite would start from scratch at each restart" ;;
-    *launch/*.sh) launched=$flag ;;
-  esac
+  case $flag in *launch/*.sh) launched=$flag ;; esac
 done
 case "$(value_of --logs "$@")" in
   /*) ;;

@@ -46,14 +46,13 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
     """Return the intact checkpoint that `--resume` selects, or None to start from scratch. Collective.
 
     The ranks share the work of checking. 'latest' selects the run's newest intact checkpoint and logs those that it
-    skips. A repeated command that gives another run's checkpoint also selects the run's own newest one. A run that is
-    replaced (--overwrite) has no checkpoints.
+    skips. A repeated command that gives another run's checkpoint also selects the run's own newest one.
 
     Raises:
         ValueError: the run has checkpoints but none is intact; the given one is missing or damaged; the run has other
             checkpoints to continue from.
     """
-    if resume is None or (resume == "latest" and run.is_replaced):
+    if resume is None:
         return None
     if resume != "latest" and not from_first_rank(lambda: _is_given_again(resume, run)):
         problem = _check_together(Path(resume), parallel) or from_first_rank(lambda: _own_ones(Path(resume), run))
@@ -79,7 +78,7 @@ def find_checkpoint(resume: str | None, run: RunFolder, parallel: Parallel) -> P
 def _is_given_again(resume: str, run: RunFolder) -> bool:
     """Return whether the run began from this checkpoint of another run and has written its own since."""
     began = run.flags().get("resume")
-    if run.is_replaced or began is None or Path(resume).resolve().parent == run.checkpoints.resolve():
+    if began is None or Path(resume).resolve().parent == run.checkpoints.resolve():
         return False
     return Path(began).resolve() == Path(resume).resolve() and bool(complete_checkpoints(run))
 
@@ -89,13 +88,13 @@ def _own_ones(path: Path, run: RunFolder) -> str | None:
 
     It cannot if --resume latest and pruning would treat another of the run's checkpoints as the newest.
     """
-    own = [] if run.is_replaced else complete_checkpoints(run)
+    own = complete_checkpoints(run)
     if path.resolve().parent != run.checkpoints.resolve():
         if not own:
             return None
         return (
             f"{run.root} has checkpoints of its own, up to {own[0].name}: --resume latest continues it. To continue "
-            "from another run's, give another --name, or --overwrite"
+            "from another run's, give another --name"
         )
     step = trainer_state(path)["step"]
     later = [other.name for other in own if checkpoint_step(other) > step]

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from infcl.checkpoint.records import Running
-from infcl.config import PATHS, TrainConfig, option_of
+from infcl.config import TrainConfig
 from infcl.config.agreement import OF_ONE_START, WITHOUT_EFFECT
 from infcl.config.disk import write_atomic
 from infcl.config.json_file import read_record
@@ -52,9 +51,8 @@ class NotWritten(RuntimeError):
 class RunFolder:
     """Paths of a run, and the files that are written once."""
 
-    def __init__(self, root: Path, *, is_replaced: bool = False):
+    def __init__(self, root: Path):
         self.root = Path(root)
-        self.is_replaced = is_replaced  # an earlier run is there; it is removed when the new one is ready to start
         self.is_finished = False  # whether an earlier start finished the run
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
@@ -74,7 +72,7 @@ class RunFolder:
         begins_from: Path | None = None,
         tokenizer: AnyTokenizer | None = None,
     ) -> list[str]:
-        """Remove a run that is replaced and write the files that identify this run. Collective.
+        """Write the files that identify this run. Collective.
 
         Args:
             begins_from: another run's checkpoint from which this run starts, or None.
@@ -90,8 +88,6 @@ class RunFolder:
             changed: list[str] = []
             self.require_free()
             try:
-                if self.is_replaced and self.root.exists():
-                    shutil.rmtree(self.root)
                 before = RunFolder(begins_from.resolve().parent.parent) if begins_from else self
                 if (before.root / "config.json").is_file():
                     changed = before.other_flags(config)
@@ -199,45 +195,32 @@ def claim_run_folder(config: TrainConfig, parallel: Parallel) -> RunFolder:
     """Return the folder of this run, the same on every rank. Write and remove nothing yet. Collective.
 
     Raises:
-        ValueError: the folder has a run that this command does not repeat, resume or overwrite.
+        ValueError: the folder has a run that this command does not repeat or resume.
     """
     name = [config.name or default_name(config, parallel.world_size)]
     dist.broadcast_object_list(name, src=0)
     run = RunFolder(Path(config.logs) / name[0])
-    run.is_replaced, run.is_finished = from_first_rank(lambda: _found(run, config))
+    run.is_finished = from_first_rank(lambda: _holds_finished(run, config))
     return run
 
 
-def _found(run: RunFolder, config: TrainConfig) -> tuple[bool, bool]:
-    """Return whether an earlier run there is to be replaced, and whether it is finished. Rank 0 only."""
+def _holds_finished(run: RunFolder, config: TrainConfig) -> bool:
+    """Return whether an earlier start has finished the run. Rank 0 only."""
     run.require_free()
     if run.checkpoints.is_symlink():  # old checkpoints would be removed from wherever it leads
         raise ValueError(f"{run.checkpoints} is a symbolic link: link --logs, or choose another --name")
+    finished = run.summary.is_file()
     if not (run.root / "config.json").is_file():
-        return False, run.summary.is_file()
-    if config.overwrite:
-        _require_nothing_inside(run, config)
-        return True, False
-    if run.summary.is_file():
+        return finished
+    if finished:
         if others := run.other_flags(config):
             raise ValueError(
                 f"{run.root} holds a finished run with other flags ({'; '.join(others)}): choose another --name (with "
-                f"--resume {run.checkpoints}/STEP to continue from there), or --overwrite"
+                f"--resume {run.checkpoints}/STEP to continue from there)"
             )
-        return False, True
-    if config.resume is None:
-        raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it, --overwrite starts over")
-    return False, False
-
-
-def _require_nothing_inside(run: RunFolder, config: TrainConfig) -> None:
-    """Raise ValueError if --overwrite would remove an input of the new run."""
-    for name in ("resume", *PATHS):
-        path = getattr(config, name)
-        if path is None or (name == "resume" and path == "latest") or not os.path.exists(path):
-            continue
-        if run.root.resolve() in (Path(path).resolve(), *Path(path).resolve().parents):
-            raise ValueError(f"--overwrite would remove {path}, which {option_of(name)} needs: use another --name")
+    elif config.resume is None:
+        raise ValueError(f"{run.root} holds an unfinished run: --resume latest continues it; or choose another --name")
+    return finished
 
 
 def default_name(config: TrainConfig, world_size: int) -> str:

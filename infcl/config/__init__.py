@@ -10,7 +10,7 @@ words: how numbers are shown; disk: files that are replaced atomically.
 
 from infcl.config.agreement import settings_of
 from infcl.config.batch import BatchPlan, total_steps
-from infcl.config.checks import PATHS, parse_factors, validate
+from infcl.config.checks import parse_factors, validate
 from infcl.config.command_line import OneLineParser, make_parser, parse_args
 from infcl.config.settings import CAPTIONS, LOSS_NAMES, TrainConfig, option_of, teacher_in_words
 from infcl.config.spec import RunSpec, may_pack, resolve

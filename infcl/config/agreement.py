@@ -20,7 +20,7 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 _TOGETHER = ("dist_timeout", "skip_memory_check", "log_every_n_steps")  # of these: all ranks act on them together
 # They belong to one start of a run.
-OF_ONE_START = ("name", "resume", "overwrite", "dry_run", "debug")
+OF_ONE_START = ("name", "resume", "dry_run", "debug")
 # Nodes may store them elsewhere: only whether a path is given is compared.
 OWN_PATHS = (
     "train_data", "val_data", "zeroshot_data", "zeroshot_classnames", "zeroshot_templates",

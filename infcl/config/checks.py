@@ -21,7 +21,7 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "(0, 1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
     "(0, 1e4]": (lambda value: 0 < value <= 1e4, "must lie in (0, 10000]: it multiplies cosines, CLIP's is 100"),
 }  # of the fields' metadata
-PATHS = (
+_PATHS = (
     "train_data", "val_data", "zeroshot_data", "tokenizer", "deepspeed_config",
     "pretrained", "pretrained_image", "pretrained_text", "distill_pretrained",
 )  # fmt: skip
@@ -115,8 +115,6 @@ def _data(config: TrainConfig) -> Iterator[str]:
 def _schedule_and_towers(config: TrainConfig) -> Iterator[str]:
     if config.steps is not None and config.epochs != TrainConfig.epochs:
         yield f"--steps {config.steps} and --epochs {config.epochs}: leave one of them out"
-    if config.warmup_samples is not None and config.warmup is not None:
-        yield f"--warmup {config.warmup} steps and --warmup-samples {config.warmup_samples}: leave one of them out"
     if not re.fullmatch(r"none|(sqrt|linear)(:0*[1-9]\d*)?", config.lr_scaling):
         yield (
             f"--lr-scaling {config.lr_scaling}: give none, sqrt or linear, the last two also with the global batch "
@@ -199,8 +197,6 @@ def _teacher(config: TrainConfig) -> Iterator[str]:
 
 
 def _optimizer(config: TrainConfig) -> Iterator[str]:
-    if config.opt == "lamb" and config.wd_mode == "schedule":
-        yield "--wd-mode schedule has no meaning with --opt lamb, whose decay is part of the update"
     if config.opt == "adamw8bit" and not _is_installed("bitsandbytes"):
         yield "--opt adamw8bit: bitsandbytes is not installed (pip install 'bitsandbytes>=0.49,<0.51')"
     if config.opt in ("lamb", "adafactor") and config.tensor_parallel_size > 1:
@@ -221,7 +217,7 @@ def _tensor_parallel(config: TrainConfig) -> Iterator[str]:
 
 def _paths(config: TrainConfig) -> Iterator[str]:
     """Yield paths that are missing; the data layer checks patterns, lists and remote URLs."""
-    for name in PATHS:
+    for name in _PATHS:
         value = getattr(config, name)
         if value is None or any(mark in value for mark in ("::", "{", "*", "?", "[", ":")):
             continue

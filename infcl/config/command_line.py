@@ -15,7 +15,7 @@ from infcl.config.json_file import read_record
 from infcl.config.open_clip_flags import ACCEPTED, EQUIVALENTS
 from infcl.config.settings import TrainConfig, option_of, shown_default
 
-ALTERNATIVES = (("steps", "epochs"), ("warmup", "warmup_samples"), ("accum_freq", "global_batch_size"))
+ALTERNATIVES = (("steps", "epochs"), ("accum_freq", "global_batch_size"))
 
 
 def parse_args(argv: list[str] | None = None, **fixed: Any) -> TrainConfig:

@@ -18,7 +18,6 @@ LOSS_NAMES = ("inf_cl", "clip", "open_clip", "disco", "siglip")
 AUGMENTATIONS = ("scale", "ratio", "hflip", "color_jitter", "color_jitter_prob", "gray_scale_prob", "scaled_decode")
 CAPTIONS = ("one", "lines")
 SCHEDULES = ("cosine", "const", "const-cooldown")
-WD_MODES = ("lr", "schedule")
 OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lamb", "adafactor")
 REPORT_TO = ("tensorboard", "wandb", "all", "none")
 _SPELLINGS = {"amp_bfloat16": "amp_bf16", "pure_bf16": "bf16", "pure_fp16": "fp16"}
@@ -246,12 +245,10 @@ class TrainConfig:
     beta1: float = _optimisation(0.9, "beta1 (adafactor: momentum)", "[0, 1)")
     beta2: float = _optimisation(0.98, "beta2 (adafactor: its upper limit)", "[0, 1)")
     eps: float = _optimisation(1e-6, "epsilon of adamw, adamw8bit and lamb", "> 0")
-    wd: float = _optimisation(0.2, "weight decay of matrices (not of norms, biases, position embeddings)", ">= 0")
-    wd_mode: str = _optimisation(
-        "lr", "decay per step: --wd times lr (lr), or --wd times lr / peak lr (schedule)", choices=WD_MODES
+    wd: float = _optimisation(
+        0.2, "weight decay, times lr, of matrices (not of norms, biases, position embeddings)", ">= 0"
     )
     warmup: int | None = _optimisation(None, "warm-up steps [a tenth of the run, at most 10000]", ">= 0")
-    warmup_samples: int | None = _optimisation(None, "warm-up samples, instead of --warmup", "> 0")
     lr_scheduler: str = _optimisation("cosine", "learning-rate schedule after the warm-up", choices=SCHEDULES)
     epochs_cooldown: int | None = _optimisation(None, "const-cooldown: decay over the last n epochs", "> 0")
     lr_cooldown_end: float = _optimisation(0.0, "const-cooldown: final learning rate; --lr-scaling applies", ">= 0")
@@ -310,7 +307,6 @@ class TrainConfig:
     logs: str = _run("./logs/", "folder of run folders")
     name: str | None = _run(None, "name of the run folder [time-model-lr-b-j-p]")
     resume: str | None = _run(None, "'latest' (starts from scratch if there is none) or a checkpoint folder")
-    overwrite: bool = _run(False, "train again although the run folder holds a finished run")
     save_frequency: int = _run(1, "checkpoint every n epochs (0: only at the end)", ">= 0")
     save_every_n_steps: int = _run(0, "checkpoint every n steps too (0: off)", ">= 0")
     keep_checkpoints: int = _run(3, "keep the last n checkpoints (0: all)", ">= 0")

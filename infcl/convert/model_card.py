@@ -23,6 +23,7 @@ _FLAGS = {
     "lr": "learning rate",
     "lr_scaling": "scaled by the batch",
     "wd": "weight decay",
+    "warmup": "warm-up steps",
     "precision": "precision",
     "loss": "loss",
 }
@@ -111,10 +112,6 @@ def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[st
     rows |= {name: flags[flag] for flag, name in _FLAGS.items() if flags.get(flag) not in (None, "none")}
     if teacher := teacher_in_words(flags):
         rows["distilled from"] = teacher
-    if flags.get("warmup_samples") is not None:
-        rows["warm-up"] = f"{flags['warmup_samples']} samples"
-    elif flags.get("warmup") is not None:
-        rows["warm-up"] = f"{flags['warmup']} steps"
     return rows
 
 

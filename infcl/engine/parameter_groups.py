@@ -41,7 +41,7 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
     """Group the trainable parameters of a model, or of this rank's part of it, by weight decay and learning rate.
 
     Groups with weight decay come first. A group has the model's order, except that parameters of odd sizes come last.
-    `peak` is the largest learning rate of the schedule; --wd-mode schedule divides by it.
+    `peak` is the largest learning rate of the schedule.
 
     Raises:
         ValueError: layer decay is set for a tower without blocks.
@@ -64,8 +64,6 @@ def parameter_groups(model: Any, config: TrainConfig, peak: float) -> list[dict]
         scale = _lr_scale(config, name, depths)
         factored = config.opt == "adafactor" and factored_dims(parameter.shape) is not None
         decay = config.wd if parameter.ndim > 1 and decays(name, owners[name]) else 0.0
-        if config.wd_mode == "schedule" and decay:
-            decay /= peak * scale
         group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr": peak * scale, "lr_scale": scale}
         groups.setdefault((decay == 0, -scale, factored), group)["params"].append(parameter)
     for group in groups.values():

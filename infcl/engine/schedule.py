@@ -30,8 +30,6 @@ class Schedule:
         self.factor = batch_size_factor(config, global_batch_size)
         self.peak = config.lr * self.factor
         self.warmup = min(MOST_WARMUP, total_steps // 10) if config.warmup is None else config.warmup
-        if config.warmup_samples is not None:
-            self.warmup = math.ceil(config.warmup_samples / global_batch_size)
         self.cooldown_steps = (config.epochs_cooldown or 0) * steps_per_epoch
 
     def __call__(self, step: int) -> float:
@@ -45,7 +43,7 @@ class Schedule:
         also = f" and the cooldown {cooldown}" if cooldown else ""
         return (
             f"the warm-up takes {warmup} of {counted(steps, 'step')}{also}; lr ends at {self(steps - 1):.2g} of "
-            f"{self.peak:.2g} (--warmup, --warmup-samples, --epochs-cooldown)"
+            f"{self.peak:.2g} (--warmup, --epochs-cooldown)"
         )
 
     def describe_warmup(self) -> str:

@@ -136,7 +136,7 @@ def _folder_line(config: TrainConfig) -> str:
     state = "new"
     if (root / "config.json").is_file():
         which = "a finished" if (root / "summary.json").is_file() else "an unfinished"
-        state = f"has {which} run" + (", to be overwritten" if config.overwrite else "")
+        state = f"has {which} run"
     extra = {"none": "", "all": ", tensorboard/, wandb/"}.get(config.report_to, f", {config.report_to}/")
     return f"{root} ({state}): metrics.jsonl{extra}, checkpoints/, export/, summary.json"
 

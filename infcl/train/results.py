@@ -76,7 +76,7 @@ def write_results(run: RunFolder, weights: dict[str, torch.Tensor], model_config
 def describe_finished(run: RunFolder) -> str:
     """Return a text with the summary of a finished run. Rank 0 only."""
     summary = dict(read_record(run.summary, Summary))
-    return f"{run.root} is finished; --overwrite trains it again\n{summary_table(summary)}"
+    return f"{run.root} is finished; another --name trains again\n{summary_table(summary)}"
 
 
 def sum_reports(report: dict[str, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import pytest
 from infcl.checkpoint.run_folder import RunFolder
 from infcl.config import TrainConfig
 from tests.lib.ranks import rejected, run_ranks
-from tests.lib.training import demo_config, fit, new_trainer, rejection, run_losses, said
+from tests.lib.training import demo_config, fit, new_trainer, rejection, said
 
 
 def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
@@ -28,25 +28,19 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
         "other flags (lr 0.001 there, 0.002 now)" in rejected and "checkpoints/STEP to continue from there" in rejected
     )
     inside = str(next((tmp_path / "run" / "checkpoints").glob("step_*")))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for changes in ({"model": "nope"}, {"batch_size": 4096}, {"resume": inside}):  # it rewrites nothing
+        assert run_ranks(rejection, 1, dataclasses.replace(other, **changes))[0]
+        assert {path: path.read_bytes() for path in before} == before
     from_there = run_ranks(said, 1, dataclasses.replace(config, name="from there", resume=inside, wd=0.1))[0]
     assert "flags that differ from the run's: wd 0.05 there, 0.1 now" in from_there
     shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
     assert "is of step 2, the flags end the run at 1" in run_ranks(rejection, 1, shorter)[0]
     own = str(tmp_path / "run" / "tokenizer.model")
-    rejected = [{"model": "nope"}, {"batch_size": 4096}, {"resume": inside}, {"tokenizer": own}, {"pretrained": inside}]
-    for changes in rejected:  # a command that cannot work removes and rewrites nothing
-        before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-        assert run_ranks(rejection, 1, dataclasses.replace(other, overwrite=True, **changes))[0]
-        assert {path: path.read_bytes() for path in before} == before
-    assert (
-        "--overwrite would remove"
-        in run_ranks(rejection, 1, dataclasses.replace(other, overwrite=True, tokenizer=own))[0]
-    )
-    assert len(run_losses(1, dataclasses.replace(other, overwrite=True))) == 2
     summary = tmp_path / "run" / "summary.json"
     finished = json.loads(summary.read_text())
     summary.unlink()  # as after an export that failed: nothing is left to train, and the checkpoint is still the run's
-    run_ranks(fit, 1, dataclasses.replace(other, resume="latest", tokenizer=own))  # its own copy of the same
+    run_ranks(fit, 1, dataclasses.replace(config, resume="latest", tokenizer=own))  # its own copy of the same
     assert json.loads(summary.read_text())["paths"] == finished["paths"]
 
 
@@ -59,7 +53,7 @@ def opened(rank, world_size, config):
     return rejected(lambda: claim_run_folder(config, parallel).open(config, "{}", parallel))
 
 
-def claimed(rank, world_size, config) -> tuple[bool, bool]:
+def claimed(rank, world_size, config) -> bool:
     """What a rank takes the folder for; a file system shows rank 1 other files."""
     from unittest import mock
 
@@ -69,7 +63,7 @@ def claimed(rank, world_size, config) -> tuple[bool, bool]:
     parallel = init_parallel("cpu")
     with mock.patch("pathlib.Path.is_file", lambda path: False) if rank == 1 else contextlib.nullcontext():
         run = claim_run_folder(config, parallel)
-    return run.is_replaced, run.is_finished
+    return run.is_finished
 
 
 def test_what_a_folder_holds_is_what_rank_0_sees(demo_folder, tmp_path):
@@ -77,12 +71,12 @@ def test_what_a_folder_holds_is_what_rank_0_sees(demo_folder, tmp_path):
     config = demo_config(demo_folder, tmp_path, resume="latest")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(config.to_json())
-    assert run_ranks(claimed, 2, dataclasses.replace(config, overwrite=True)) == [(True, False)] * 2
+    assert run_ranks(claimed, 2, config) == [False] * 2
     (tmp_path / "run" / "summary.json").write_text("{}")
     changes = {"workers": 5, "pixel_cache_gb": "1", "device": "cpu", "dist_timeout": 9.0, "profile": 3, "resume": None}
     changes |= {"log_every_n_steps": 7, "report_to": "all", "debug": True, "skip_memory_check": True}
     for repeated in (config, dataclasses.replace(config, **changes)):
-        assert run_ranks(claimed, 2, repeated) == [(False, True)] * 2
+        assert run_ranks(claimed, 2, repeated) == [True] * 2
 
 
 def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
@@ -90,9 +84,8 @@ def test_two_processes_do_not_train_in_one_folder(demo_folder, tmp_path):
     running = tmp_path / "run" / "running.json"
     assert run_ranks(opened, 1, config) == [None]
     holder = json.loads(running.read_text())["pid"]
-    for overwrite in (False, True):
-        rejected = run_ranks(opened, 2, dataclasses.replace(config, overwrite=overwrite))
-        assert f"is being trained by process {holder} of this host" in rejected[0] and rejected[0] == rejected[1]
+    rejected = run_ranks(opened, 2, config)
+    assert f"is being trained by process {holder} of this host" in rejected[0] and rejected[0] == rejected[1]
     assert run_ranks(opened, 1, config) == [None]  # the same process again
     process = subprocess.Popen(["sleep", "60"])
     gone = {"host": socket.gethostname(), "pid": process.pid, "created": psutil.Process(process.pid).create_time()}

@@ -44,7 +44,6 @@ APPTAINER = f"apptainer exec --nv --bind {MOUNTS} --pwd {{0}} i.sif python -u pr
         ('echo "$*"; exit 2\n', FLAGS, IN_CONTAINER | {"CONTAINER": "i.sqsh"}, 2, f"--wait=300 {PYXIS}"),
         ('echo "$*"; exit 2\n', FLAGS, IN_CONTAINER | {"CONTAINER": "i.sif"}, 2, f"--wait=300 {APPTAINER}"),
         ("echo started\n", ["--logs", "logs"], {}, 2, "--logs and --name are missing"),
-        ("echo started\n", [*FLAGS, "--overwrite"], {}, 2, "from scratch after each requeue"),
     ],
 )
 def test_slurm_queues_a_run_with_a_new_checkpoint_again_and_nothing_else(

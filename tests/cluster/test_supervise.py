@@ -111,11 +111,6 @@ def test_supervise_ends_with_a_usage_error_in_hosts_or_minimum_and_starts_nothin
     assert "restart" not in result.stderr
 
 
-def test_supervise_rejects_a_command_that_overwrites_the_run(tmp_path):
-    result = run("supervise.sh", tmp_path, "echo", "--overwrite", tmp_path=tmp_path, programs={})
-    assert result.returncode == 2 and "from scratch at each restart" in result.stderr and not result.stdout
-
-
 @pytest.mark.parametrize(
     ("run_folder", "flags", "rejected"),
     [

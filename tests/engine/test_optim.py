@@ -126,13 +126,11 @@ def test_layer_decay_falls_from_the_head_to_the_embeddings():
 
 
 @pytest.mark.parametrize("step", [3, 9, 40])
-def test_weight_decay_of_a_step_is_times_lr_or_times_the_schedule(step):
-    """Of any tower: --wd 0.1 takes off 0.1 x lr, or 0.1 x lr / its peak."""
-    for mode, expected in (("lr", 0.1 * rate(step) * 0.3), ("schedule", 0.1 * rate(step) / LR)):
-        groups = groups_of(CLIP(load_model_config(GOLDEN_MODEL)), wd=0.1, wd_mode=mode, image_lr=0.3 * LR)
-        group = groups["visual.proj"]
-        assert rate(step) * group["lr_scale"] * group["weight_decay"] == pytest.approx(expected)
-        assert groups["visual.class_embedding"]["weight_decay"] == 0.0
+def test_weight_decay_of_a_step_is_times_the_towers_lr(step):
+    groups = groups_of(CLIP(load_model_config(GOLDEN_MODEL)), wd=0.1, image_lr=0.3 * LR)
+    group = groups["visual.proj"]
+    assert rate(step) * group["lr_scale"] * group["weight_decay"] == pytest.approx(0.1 * rate(step) * 0.3)
+    assert groups["visual.class_embedding"]["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 2**-1.5), ("linear", 1 / 8)])
@@ -149,7 +147,6 @@ def test_the_warm_up_is_a_tenth_of_a_short_run_and_open_clips_of_a_long_one():
         assert default.warmup == warmup and default.oddity() is None and default(warmup) == LR
         assert f"peak 0.001 after {warmup:,} warm-up steps" in default.describe_warmup()
     assert schedule(warmup=9).describe_warmup() == "peak 0.001 after 9 warm-up steps (9% of the run)"
-    assert [schedule(warmup_samples=3 * 4096 + n).warmup for n in (0, 1)] == [3, 4]
 
 
 @pytest.mark.parametrize("step", [0, 5, 9, 10, 37, 99])
