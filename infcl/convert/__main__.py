@@ -1,6 +1,6 @@
 """Write a model that other programs can load, from a run (export) or from other weights (import).
 
-    python -m infcl.convert export RUN [--format open_clip|hf|safetensors] [--no-ema]
+    python -m infcl.convert export RUN [--format open_clip|hf] [--no-ema]
     python -m infcl.convert import WEIGHTS --out FOLDER [--model CONFIG] [--format ...]
 
 No GPU is needed. infcl/convert/export.py describes the formats; infcl/convert/import_weights.py lists the sources.

@@ -2,7 +2,6 @@
 
     --format open_clip   for open_clip's `local-dir:`, Hugging Face's AutoTokenizer, and `load_exported`
     --format hf          for transformers' CLIPModel, AutoTokenizer and CLIPImageProcessor (loading: tested with 5.23)
-    --format safetensors model.safetensors, model_config.json, and the tokenizer's files as in a run
 
 Weights are FP32. Each folder has a model card, README.md.
 """
@@ -25,7 +24,7 @@ from infcl.models.config import ModelConfig
 from infcl.models.open_clip_config import CLEAN
 from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
-FORMATS = ("open_clip", "hf", "safetensors")
+FORMATS = ("open_clip", "hf")
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 
 
@@ -65,14 +64,8 @@ def export_model(
         if (towers := cfg.as_clip_model) is None:
             raise ValueError("--format hf: a CLIPModel holds our own towers only; --format open_clip fits this model")
         _write_hf(state_dict, towers, tokenizer, out)
-    elif format == "open_clip":
-        _write_open_clip(state_dict, cfg, tokenizer, out)
     else:
-        out.mkdir(parents=True, exist_ok=True)
-        if tokenizer is not None and tokenizer.kind != "clip":
-            tokenizer.open(cfg.text_cfg.context_length).save(out)
-        (out / "model_config.json").write_text(cfg.to_json(), encoding="utf-8")
-        _write_weights(state_dict, out / "model.safetensors")
+        _write_open_clip(state_dict, cfg, tokenizer, out)
     write_card(out, cfg, name, format=format, tokenizer=tokenizer, card=card or {})
     return out
 

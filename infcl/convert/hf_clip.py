@@ -139,7 +139,7 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
         raise ValueError(
             "transformers' CLIPModel cannot express this model: "
             + "; ".join(what for what, is_so in unsupported.items() if is_so)
-            + ". Export it as open_clip or safetensors"
+            + "; use --format open_clip"
         )
     special_ids: dict[str, Any] = {
         "eos_token_id": eos_id,

@@ -373,8 +373,7 @@ def _for_our_pixels(
 
 
 def _folder_config(path: Path) -> ModelConfig | None:
-    for name in ("open_clip_config.json", "model_config.json"):
-        if (path / name).is_file():
-            return load_any_config(path / name)
+    if (path / "open_clip_config.json").is_file():
+        return load_any_config(path)
     theirs = path / "config.json"
     return from_hf_config(read_record(theirs, dict), str(theirs)) if theirs.is_file() else None

@@ -17,7 +17,6 @@ from infcl.data.tokenizer.source import TokenizerSource
 from infcl.models import build_towers
 from infcl.models.config import ModelConfig
 
-_LIBRARY = {"open_clip": "open_clip", "hf": "transformers", "safetensors": "infcl"}
 _FLAGS = {
     "opt": "optimizer",
     "lr": "learning rate",
@@ -51,7 +50,7 @@ def write_card(
         _section("Training", _training_rows(card, flags)),
         _section("Evaluation", _evaluation_rows(card)),
     ]
-    library = _LIBRARY[format] if format == "hf" or cfg.loads_in_open_clip else "infcl"
+    library = "transformers" if format == "hf" else "open_clip" if cfg.loads_in_open_clip else "infcl"
     head = f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags: [clip, infcl]\n---\n"
     title = f"# {name}\n\nA CLIP model trained with infcl (the exact contrastive loss of arXiv 2410.17243).\n"
     (folder / "README.md").write_text(head + "\n".join([title, *filter(None, sections)]), encoding="utf-8")
@@ -75,7 +74,7 @@ def _usage(cfg: ModelConfig, format: str, tokenizer: TokenizerSource | None) -> 
                 "The tokenizer cleans captions as in training, except for text in a wrong encoding, terminal codes and "
                 "rare HTML entities, which training repaired with ftfy and html.unescape."
             )
-    elif format == "open_clip" and cfg.loads_in_open_clip:
+    elif cfg.loads_in_open_clip:
         code = 'import open_clip\n\nmodel, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")'
         note = "`model.encode_image` and `model.encode_text` with `normalize=True` give unit vectors."
         if tokenizer is not None:
@@ -86,8 +85,7 @@ def _usage(cfg: ModelConfig, format: str, tokenizer: TokenizerSource | None) -> 
             note += " open_clip collapses white space and repairs captions before the tokenizer, which took raw text."
     else:
         code = 'from infcl.convert.export import load_exported\n\nmodel, cfg = load_exported("FOLDER")'
-        if not cfg.loads_in_open_clip:
-            note = "The image tower has a convolutional stem, which open_clip does not know: load it with infcl."
+        note = "The image tower has a convolutional stem, which open_clip does not know: load it with infcl."
     return f"```python\n{code}\n```\n" + (f"\n{note}\n" if note else "")
 
 

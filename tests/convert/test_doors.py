@@ -151,7 +151,7 @@ def test_every_door_gives_the_trainers_ids_and_features(
     raw, spelled = (ids[i].tolist() for i in (0, 1))
     assert (raw == spelled) == (tokenizer in ("sentencepiece", "hf canonical", "named")), "the kind is what it says"
     run = tmp_path / "run"
-    for more in ([], ["--no-ema", "--out", str(run / "own")], ["--format", "safetensors"]):
+    for more in ([], ["--no-ema", "--out", str(run / "own")]):
         assert convert(["export", str(run), *more]) == 0
     assert convert(["import", str(run / "export"), "--out", str(run / "imported")]) == 0
     doors = {
@@ -161,7 +161,6 @@ def test_every_door_gives_the_trainers_ids_and_features(
         "export": (by_infcl(run / "export", pixels), average),
         "export without the average": (by_infcl(run / "own", pixels), own),
         "imported export": (by_infcl(run / "imported", pixels), average),
-        "plain export": (by_infcl(run / "export-safetensors", pixels), average),
         "open_clip": (by_open_clip(run / "export", pixels), average),
     }
     if (tokenizer, model) == ("bpe", "own"):  # a file alone: CLIP's own tokenizer by the number of its ids

@@ -77,7 +77,7 @@ STEM = load_model_config(GOLDEN_MODEL).to_dict()["vision_cfg"]
         ({}, {"pool_type": "last", "no_causal_mask": True}, {}, "pool_type 'last'.*; text_cfg.no_causal_mask"),
         ({}, {"eos_id": 2}, {}, "eos id 2"),
         ({}, {}, {"init_logit_bias": -10.0}, "init_logit_bias"),
-        (STEM, {}, {}, "vision_cfg.conv_stem.*Export it as open_clip or safetensors"),
+        (STEM, {}, {}, "vision_cfg.conv_stem.*use --format open_clip"),
     ],
 )
 def test_what_clip_model_cannot_express_is_rejected_before_anything_is_written(vision, text, top, message, tmp_path):

@@ -68,7 +68,7 @@ def write(kind, model, path):
     return next(path.glob("w.*"))
 
 
-KINDS = ["pt", "ddp", "openai", "custom_text", "safetensors", "folder_open_clip", "folder_hf", "folder_safetensors"]
+KINDS = ["pt", "ddp", "openai", "custom_text", "safetensors", "folder_open_clip", "folder_hf"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
