@@ -146,20 +146,16 @@ class TrainConfig:
     force_image_size: int | None = _model(None, "override the image size of the model config", "> 0")
     force_context_length: int | None = _model(None, "override the context length of the model config", "> 0")
     force_patch_dropout: float | None = _model(None, "override the patch dropout of the model config", "[0, 1)")
-    image_mean: list = _model(
-        [], "open_clip: models: pixel mean per channel [preprocess_cfg]", nargs=3, metavar="X", type=float
-    )
-    image_std: list = _model(
-        [], "open_clip: models: pixel standard deviation [preprocess_cfg]", nargs=3, metavar="X", type=float
-    )
+    image_mean: list = _model([], "pixel mean per channel [preprocess_cfg]", nargs=3, metavar="X", type=float)
+    image_std: list = _model([], "pixel standard deviation [preprocess_cfg]", nargs=3, metavar="X", type=float)
     image_interpolation: str | None = _model(
         None,
-        "open_clip: models: interpolation in evaluation [preprocess_cfg]",
+        "interpolation in evaluation [preprocess_cfg]",
         choices=("bicubic", "bilinear", "random"),
     )
     image_resize_mode: str | None = _model(
         None,
-        "open_clip: models: how evaluation resizes images that are not square [preprocess_cfg]",
+        "how evaluation resizes images that are not square [preprocess_cfg]",
         choices=("shortest", "longest", "squash"),
     )
     lock_image: bool = _model(False, "freeze the image tower (LiT)")

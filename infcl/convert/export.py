@@ -22,7 +22,6 @@ from infcl.data.tokenizer.source import TokenizerSource
 from infcl.models import CLIPConfig, build_towers
 from infcl.models.config import ModelConfig
 from infcl.models.open_clip_config import CLEAN
-from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
 
 FORMATS = ("open_clip", "hf")
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
@@ -112,20 +111,21 @@ def _write_hf(
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", config)
     _write_weights(weights, out / "model.safetensors")
-    size = cfg.vision_cfg.image_size
+    size, squash = cfg.vision_cfg.image_size, cfg.preprocess.resize_mode == "squash"
+    square = {"height": size, "width": size}
     preprocessing = {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": size},
-        "resample": 3,  # bicubic
-        "do_center_crop": True,
-        "crop_size": {"height": size, "width": size},
+        "size": square if squash else {"shortest_edge": size},
+        "resample": 2 if cfg.preprocess.interpolation == "bilinear" else 3,  # Pillow's numbers
+        "do_center_crop": not squash,
+        "crop_size": square,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(IMAGE_MEAN),
-        "image_std": list(IMAGE_STD),
+        "image_mean": list(cfg.preprocess.mean),
+        "image_std": list(cfg.preprocess.std),
     }
     _write_json(out / "preprocessor_config.json", preprocessing)
 

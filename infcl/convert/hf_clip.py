@@ -134,6 +134,7 @@ def hf_config(cfg: CLIPConfig) -> dict[str, Any]:
         "text_cfg.no_causal_mask": text.no_causal_mask,
         "eos id 2, for which CLIPModel pools at the largest id": text.pool_type == "eos" and eos_id == 2,
         "init_logit_bias (a SigLIP loss's bias)": cfg.init_logit_bias is not None,
+        "preprocess_cfg.resize_mode 'longest'": cfg.preprocess.resize_mode == "longest",
     }
     if any(unsupported.values()):
         raise ValueError(

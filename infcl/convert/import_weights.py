@@ -6,13 +6,12 @@ In:  a file (.pt, .pth, .bin, .safetensors) with a state dict in open_clip's or 
 Out: `Weights`: a state dict in our names, and the model config if the source has one.
 
 Files are read as data only: safetensors, or torch.load with weights_only, which never runs code. Position embeddings
-are interpolated if the image size differs (bicubic, as in open_clip), and cut if the text is shorter. If a folder's
-pixels were normalised differently, the first convolution and the position embeddings are adapted.
+are interpolated if the image size differs (bicubic, as in open_clip), and cut if the text is shorter.
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from infcl.data.tokenizer.source import described_in
 from infcl.models import build_towers, load_any_config
 from infcl.models.config import ModelConfig
 from infcl.models.open_clip_config import PREFIX, import_open_clip, load_open_clip_config, parse_preprocess
-from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-dim in open_clip
 _ABOUT = ("input_resolution", "context_length", "vocab_size")  # numbers in the state dict of OpenAI's archives
@@ -39,8 +38,7 @@ class Weights(NamedTuple):
     state: dict[str, torch.Tensor]  # our names
     cfg: ModelConfig | None  # None for a single file of weights
     source: str
-    mean: Sequence[float] = IMAGE_MEAN  # with which the image tower's pixels were normalised
-    std: Sequence[float] = IMAGE_STD
+    preprocess: Preprocess = CLIP_PREPROCESS  # by which the image tower's pixels were normalised
 
 
 def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None = None) -> Weights:
@@ -71,13 +69,12 @@ def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None
         checkpoint, manifest = newest_intact(path)
         averaged = takes_average(manifest, ema)
         state = _our_names(weights_of(checkpoint, manifest, ema=averaged))
-        return Weights(state, cfg, f"{path}{' (averaged)' * averaged}", cfg.preprocess.mean, cfg.preprocess.std)
+        return Weights(state, cfg, f"{path}{' (averaged)' * averaged}", cfg.preprocess)
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
-    said = _preprocessing(path)
-    pixels = said.get("mean") or IMAGE_MEAN, said.get("std") or IMAGE_STD
-    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), *pixels)
+    preprocess = parse_preprocess(_preprocessing(path), str(path))
+    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), preprocess)
 
 
 def config_of(weights: Weights, source: str | Path, model: str | None) -> ModelConfig:
@@ -92,8 +89,7 @@ def config_of(weights: Weights, source: str | Path, model: str | None) -> ModelC
         return weights.cfg
     if model is None:
         raise ValueError(f"{source} does not say which model it is: give --model, such as ViT-B-32 or a JSON file")
-    cfg = load_any_config(model)
-    return cfg if cfg.fixed_preprocess else cfg.with_preprocess(weights_preprocess(str(source), model))
+    return load_any_config(model).with_preprocess(weights_preprocess(str(source), model))
 
 
 def weights_preprocess(source: str | None, model: str) -> dict[str, Any]:
@@ -122,11 +118,10 @@ def read_tag(source: str, model: str) -> Weights:
         file = download_pretrained(about)
     except Exception as error:  # raised by urllib or huggingface_hub
         raise ValueError(f"{source}: {str(error).splitlines()[0]}") from error
-    pixels = about.get("mean", IMAGE_MEAN), about.get("std", IMAGE_STD)
     cfg = load_open_clip_config(model)
     if about.get("quick_gelu"):  # OpenAI's, MetaCLIP's and DFN's tags need it
         cfg = dataclasses.replace(cfg, fields=cfg.fields | {"quick_gelu": True})
-    return Weights(_our_names(_read_file(Path(file))), cfg, f"{source} of {model}", *pixels)
+    return Weights(_our_names(_read_file(Path(file))), cfg, f"{source} of {model}", parse_preprocess(about, source))
 
 
 def _tag(source: str, model: str) -> dict[str, Any]:
@@ -199,11 +194,10 @@ def _fitted(
     model: Any, weights: Weights, tower: str = "whole", model_name: str = ""
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
     """Return a tower's weights, the model's own of the same names and shapes, and the changes."""
-    ours = model.cfg.fixed_preprocess
     if weights.cfg is not None:
         _check_settings(model.cfg, weights.cfg, tower, weights.source)
     mine = {name: value for name, value in model.state_dict().items() if _belongs(name, tower)}
-    state = _for_our_pixels(weights.state, weights.mean, weights.std) if ours else dict(weights.state)
+    state = dict(weights.state)
     if any(name.startswith("text.") for name in mine):  # CustomTextCLIP's prefix, which our names lack
         state = {f"text.{name}" if _belongs(name, "text") else name: value for name, value in state.items()}
     given = {name: value for name, value in state.items() if _belongs(name, tower)}
@@ -211,10 +205,9 @@ def _fitted(
         if name in given and given[name].numel() == 1:
             given[name] = given[name].reshape(1)
     changes = _fit_positions(given, mine)
-    if not ours and tower != "text":
-        here, there = ((of.mean, of.std) for of in (model.cfg.preprocess, weights))
-        if here != (tuple(there[0]), tuple(there[1])):
-            changes.append(f"its pixels were normalised by {there}, here by {here}")
+    here, there = ((of.mean, of.std) for of in (model.cfg.preprocess, weights.preprocess))
+    if tower != "text" and here != there:
+        changes.append(f"its pixels were normalised by {there}, here by {here}")
     misfits = {
         "missing": [name for name in mine if name not in given and name != "logit_bias"],
         "unexpected": [name for name in given if name not in mine and name != "logit_bias"],
@@ -332,48 +325,22 @@ _PREPROCESSING = {  # file: its section; of open_clip, runs, CLIPImageProcessor 
 
 
 def _preprocessing(path: Path) -> dict[str, Any]:
-    """Return a folder's preprocessing fields, under "mean" and "std" also those of image_mean and image_std."""
+    """Return a folder's preprocessing fields, with those of an image processor under open_clip's names."""
     said: dict[str, Any] = {}
     for name, section in _PREPROCESSING.items():
         if (path / name).is_file():
             fields = read_record(path / name, dict)
             fields = (fields.get(section) or {}) if section else fields
             said = {key.removeprefix("image_"): value for key, value in fields.items() if value is not None} | said
-    return said
-
-
-def other_resizing(path: Path) -> str:
-    """Return how a folder's resizing differs from ours (short side to S, bicubic, centre crop), else ""."""
-    ours = {"resize_mode": ("shortest",), "interpolation": ("bicubic", "random"), "resample": (3,)}
-    ours |= {"do_resize": (True,), "do_center_crop": (True,)}
-    said = _preprocessing(path)
-    return ", ".join(f"{name} {said[name]!r}" for name in ours if name in said and said[name] not in ours[name])
-
-
-def _for_our_pixels(
-    state: dict[str, torch.Tensor], mean: Sequence[float], std: Sequence[float]
-) -> dict[str, torch.Tensor]:
-    """Adapt an image tower from inputs (pixels - mean) / std to our inputs, (pixels - IMAGE_MEAN) / IMAGE_STD.
-
-    One is an affine function of the other: the factor goes into the first convolution, the constant, which is the same
-    for every patch, into the patches' position embeddings.
-    """
-    convolution, positions = "visual.conv1.weight", "visual.positional_embedding"
-    if (tuple(mean), tuple(std)) == (IMAGE_MEAN, IMAGE_STD) or not {convolution, positions} <= state.keys():
-        return state
-    factor = torch.tensor(IMAGE_STD, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
-    constant = (torch.tensor(IMAGE_MEAN, dtype=torch.float64) - torch.tensor(mean)) / torch.tensor(std)
-    weight = state[convolution].double()  # [w, 3, p, p]
-    moved = state[positions].double()  # [1 + g^2, w]
-    if weight.shape[1:2] != (3,) or weight.dim() != 4 or moved.shape[1:] != weight.shape[:1]:
-        return state  # of another model, which the comparison of shapes reports
-    moved[1:] += weight.sum((2, 3)) @ constant
-    changed = {convolution: weight * factor.view(3, 1, 1), positions: moved}
-    return state | {name: value.float() for name, value in changed.items()}
+    of_processor = {"interpolation": "bilinear"} if said.get("resample") == 2 else {}
+    of_processor |= {"resize_mode": "squash"} if said.get("do_center_crop") is False else {}
+    return of_processor | said
 
 
 def _folder_config(path: Path) -> ModelConfig | None:
     if (path / "open_clip_config.json").is_file():
         return load_any_config(path)
     theirs = path / "config.json"
-    return from_hf_config(read_record(theirs, dict), str(theirs)) if theirs.is_file() else None
+    if not theirs.is_file():
+        return None
+    return from_hf_config(read_record(theirs, dict), str(theirs)).with_preprocess(_preprocessing(path))

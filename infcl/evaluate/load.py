@@ -4,20 +4,17 @@ In:  a run, a checkpoint, an export, an open_clip or CLIPModel folder, or a weig
 Out: CLIP in eval mode on the device, and a callable that turns texts into token ids.
 """
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from infcl.convert.import_weights import config_of, model_with, other_resizing, read_weights
+from infcl.convert.import_weights import config_of, model_with, read_weights
 from infcl.data.tokenizer import ids_of
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.tokenizer.source import find_tokenizer, stored_tokenizer
 from infcl.models import CLIP
 from infcl.models.open_clip_config import PREFIX
-
-log = logging.getLogger(__name__)
 
 Tokenize = Callable[[list[str]], torch.Tensor]
 
@@ -63,12 +60,4 @@ def load_model(
             raise ValueError(
                 f"{source.where}: the model pools at id {cfg.text_cfg.eos_id}, with which it does not end a caption"
             )
-    clip = model_with(weights, cfg)
-    if cfg.fixed_preprocess and (resizing := other_resizing(Path(checkpoint))):
-        log.warning(
-            "%s was trained with images resized by %s; infcl resizes the short side (bicubic) and crops the center, so "
-            "its published figures are not reproduced exactly",
-            checkpoint,
-            resizing,
-        )
-    return clip.to(device).eval(), tokenize
+    return model_with(weights, cfg).to(device).eval(), tokenize

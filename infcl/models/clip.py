@@ -73,7 +73,9 @@ class CLIP(TextTower):
         cfg = cfg.with_overrides(patch_dropout=patch_dropout)
         super().__init__(cfg.text_cfg, cfg.embed_dim, quick_gelu=cfg.quick_gelu)
         self.cfg = cfg
-        self.visual = VisionTransformer(cfg.vision_cfg, cfg.embed_dim, quick_gelu=cfg.quick_gelu)
+        self.visual = VisionTransformer(
+            cfg.vision_cfg, cfg.embed_dim, quick_gelu=cfg.quick_gelu, preprocess=cfg.preprocess
+        )
         for tower in self.transformers.values():
             tower.activation_checkpointing = activation_checkpointing
         self.logit_scale = nn.Parameter(torch.full([1], init_logit_scale))

@@ -29,6 +29,7 @@ from infcl.models.open_clip_config import (
     check_sizes,
     load_open_clip_config,
     open_clip_config,
+    parse_preprocess,
 )
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
@@ -133,11 +134,10 @@ class CLIPConfig:
     text_cfg: TextConfig
     quick_gelu: bool = False  # x * sigmoid(1.702 x), OpenAI's activation, instead of GELU
     init_logit_bias: float | None = None  # a number gives the model a logit_bias (SigLIP)
+    preprocess: Preprocess = CLIP_PREPROCESS  # preprocess_cfg, which is stored next to these keys
 
     def __post_init__(self):
         _check_positive(self, "model config", "embed_dim")
-
-    fixed_preprocess: ClassVar[bool] = True  # pixels are CLIP's: weights for others are adapted
 
     @property
     def planned(self) -> "CLIPConfig | None":
@@ -152,10 +152,6 @@ class CLIPConfig:
     @property
     def loads_in_open_clip(self) -> bool:
         return self.vision_cfg.conv_stem is None
-
-    @property
-    def preprocess(self) -> Preprocess:
-        return CLIP_PREPROCESS
 
     def describe(self) -> dict[str, str]:
         """Return rows about the towers for people."""
@@ -197,10 +193,12 @@ class CLIPConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields in open_clip's JSON schema, without keys whose value is None, like open_clip's files."""
-        return _without_none(dataclasses.asdict(self))
+        fields = _without_none(dataclasses.asdict(self))
+        del fields["preprocess"]
+        return fields
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=4) + "\n"
+        return json.dumps(self.open_clip_json(), indent=4) + "\n"
 
     def with_overrides(
         self,
@@ -223,9 +221,8 @@ class CLIPConfig:
         )
 
     def with_preprocess(self, fields: dict[str, Any]) -> "CLIPConfig":
-        """Return the config with other preprocessing; it is fixed here, so `fields` must be empty."""
-        assert not fields
-        return self
+        """Return the config with other preprocessing; None keeps a field."""
+        return dataclasses.replace(self, preprocess=parse_preprocess(fields, "model config", self.preprocess))
 
     def with_logit_bias(self, start: float | None) -> "CLIPConfig":
         """Return the config of a model whose logit_bias begins at `start`; None: it has none."""
@@ -300,7 +297,7 @@ def load_any_config(name_or_path: str | Path) -> ModelConfig:
         raise ValueError(f"{path}: model_cfg is {reprlib.repr(model)}, not an object")
     if fields.get("built_by") == BUILT_BY or (path.name == "open_clip_config.json" and not _is_ours(model)):
         return open_clip_config(fields, source=str(path))
-    return parse_model_config(model, source=str(path))
+    return parse_model_config(model, source=str(path)).with_preprocess(fields.get("preprocess_cfg") or {})
 
 
 def parse_model_config(fields: dict[str, Any], *, source: str = "model config") -> CLIPConfig:
@@ -314,6 +311,8 @@ def parse_model_config(fields: dict[str, Any], *, source: str = "model config") 
         ValueError: a key is unknown or missing, or a value is invalid.
     """
     check_sizes(fields, source)
+    if "preprocess" in fields:
+        raise ValueError(f"{source}: unknown key 'preprocess'")
     try:
         return parse_record(json.dumps(fields), CLIPConfig, source, extra="forbid")
     except ValueError as error:

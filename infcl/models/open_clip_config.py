@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from infcl.config.json_file import parse_record, read_record
-from infcl.models.preprocess import Preprocess
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
 
 PREFIX = "open_clip:"
 BUILT_BY = "open_clip"  # marks the model_config.json of a run
@@ -103,7 +103,6 @@ class OpenClipConfig:
     fields: dict[str, Any]
     preprocess: Preprocess = Preprocess()
 
-    fixed_preprocess: ClassVar[bool] = False
     planned: ClassVar[None] = None
     as_clip_model: ClassVar[None] = None
     loads_in_open_clip: ClassVar[bool] = True
@@ -197,9 +196,7 @@ class OpenClipConfig:
 
     def with_preprocess(self, fields: dict[str, Any]) -> "OpenClipConfig":
         """Return the config with other preprocessing; None keeps a field."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        preprocess = parse_preprocess(dataclasses.asdict(self.preprocess) | given, self.source)
-        return dataclasses.replace(self, preprocess=preprocess)
+        return dataclasses.replace(self, preprocess=parse_preprocess(fields, self.source, self.preprocess))
 
 
 def as_compared(settings: dict[str, Any], text: Any) -> dict[str, Any]:
@@ -259,13 +256,16 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         yield place, value
 
 
-def parse_preprocess(fields: dict[str, Any], source: str) -> Preprocess:
-    """Parse a preprocess_cfg, without the keys that the trainer does not use.
+def parse_preprocess(fields: dict[str, Any], source: str, others: Preprocess = CLIP_PREPROCESS) -> Preprocess:
+    """Parse a preprocess_cfg, without the keys that the trainer does not use; missing ones are those of `others`.
 
     Raises:
         ValueError: a value is invalid; the message begins with `source`.
     """
-    return parse_record(json.dumps(fields), Preprocess, f"{source}: preprocessing")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{source}: preprocessing is {str(fields)[:60]}, not an object")
+    given = {name: value for name, value in fields.items() if value is not None}
+    return parse_record(json.dumps(dataclasses.asdict(others) | given), Preprocess, f"{source}: preprocessing")
 
 
 def open_clip_folder(needed_by: str = "--model open_clip:NAME") -> Path:

@@ -36,7 +36,7 @@ class _Trained:
             out["logit_bias"] = model.logit_bias.float() + 0
         if images is not None:
             if images.dtype == torch.uint8:
-                images = normalize_pixels(images, mean=self.cfg.preprocess.mean, std=self.cfg.preprocess.std)
+                images = normalize_pixels(images, self.cfg.preprocess)
             dtype = next(model.visual.parameters()).dtype
             out["image_features"] = F.normalize(model.encode_image(images.to(dtype)).float(), dim=-1)
         if texts is not None:

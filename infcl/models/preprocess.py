@@ -50,20 +50,17 @@ def _is_three_numbers(value: tuple[float, ...]) -> bool:
 CLIP_PREPROCESS = Preprocess()
 
 
-def normalize_pixels(
-    images: torch.Tensor, dim: int = 1, *, mean: tuple[float, ...] = IMAGE_MEAN, std: tuple[float, ...] = IMAGE_STD
-) -> torch.Tensor:
-    """Return (images / 255 - mean) / std in float32, per channel.
+def normalize_pixels(images: torch.Tensor, like: Preprocess = CLIP_PREPROCESS, *, dim: int = 1) -> torch.Tensor:
+    """Return (images / 255 - mean) / std in float32, per channel, with the statistics of `like`.
 
     The constants are Python numbers on purpose. A buffer would be cast with the model: DeepSpeed's bf16 mode rounds
     mean and std to 8 bits. A tensor made here would need a synchronising copy to the device in every forward.
 
     Args:
         images: uint8 [m, 3, S, S], or another shape with the channels at `dim`.
-        dim: dimension of the channels.
-        mean, std: statistics of pixels in [0, 1], per channel.
     """
     channels = [
-        images.select(dim, c).float().mul_(1 / (255 * std[c])).sub_(mean[c] / std[c]) for c in range(images.shape[dim])
+        images.select(dim, c).float().mul_(1 / (255 * std)).sub_(mean / std)
+        for c, (mean, std) in enumerate(zip(like.mean, like.std))
     ]
     return torch.stack(channels, dim=dim)

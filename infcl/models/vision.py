@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infcl.models.config import VisionConfig, kept_patches
-from infcl.models.preprocess import normalize_pixels
+from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess, normalize_pixels
 from infcl.models.transformer import LayerNorm, Transformer
 
 
@@ -27,13 +27,14 @@ class VisionTransformer(nn.Module):
         embed_dim: int,
         *,
         quick_gelu: bool = False,
+        preprocess: Preprocess = CLIP_PREPROCESS,
     ):
         super().__init__()
         self.image_size = cfg.image_size
         self.pool_type = cfg.pool_type
         self.patch_dropout = cfg.patch_dropout
         scale = cfg.width**-0.5
-        self.conv1 = _patch_embedding(cfg)
+        self.conv1 = _patch_embedding(cfg, preprocess)
         self.class_embedding = nn.Parameter(scale * torch.randn(cfg.width))
         self.positional_embedding = nn.Parameter(scale * torch.randn(1 + cfg.num_patches, cfg.width))
         self.ln_pre = LayerNorm(cfg.width)
@@ -64,9 +65,9 @@ class VisionTransformer(nn.Module):
         return self.ln_post(x[:, :1] if self.pool_type == "tok" else x[:, 1:]).mean(dim=1)  # [m, w]
 
 
-def normalized(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def normalized(images: torch.Tensor, like: Preprocess, dtype: torch.dtype) -> torch.Tensor:
     """Return images in `dtype`. uint8 images are normalised; floating images must be normalised."""
-    return (normalize_pixels(images) if images.dtype == torch.uint8 else images).to(dtype)
+    return (normalize_pixels(images, like) if images.dtype == torch.uint8 else images).to(dtype)
 
 
 def add_positions(patches: torch.Tensor, class_embedding: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -97,34 +98,34 @@ def drop_patches(x: torch.Tensor, rate: float) -> torch.Tensor:
 class PatchConv(nn.Conv2d):
     """A convolution of non-overlapping patches: [m, 3, S, S] -> [m, N, w]. On a GPU a matmul, faster than cuDNN."""
 
-    def __init__(self, width: int, patch_size: int):
+    def __init__(self, width: int, patch_size: int, preprocess: Preprocess):
         super().__init__(3, width, patch_size, stride=patch_size, bias=False)
+        self.preprocess = preprocess
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if images.is_cuda:
-            return patches_times(images, self.weight)
-        return super().forward(normalized(images, self.weight.dtype)).flatten(2).transpose(1, 2)
+            return patches_times(images, self.weight, self.preprocess)
+        return super().forward(normalized(images, self.preprocess, self.weight.dtype)).flatten(2).transpose(1, 2)
 
 
-def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+def patch_rows(images: torch.Tensor, size: int, dtype: torch.dtype, like: Preprocess = CLIP_PREPROCESS) -> torch.Tensor:
     """Return the normalised patches of images [m, 3, S, S] in `dtype`, [m, N, 3 P^2 + padding].
 
     Zeros pad a row to a multiple of 8 numbers: 16 bytes in half precision, which fast matmul kernels need.
     """
     patches = images.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)  # [m, S/P, S/P, 3, P, P]
     if images.dtype == torch.uint8:
-        patches = normalize_pixels(patches, dim=3)
+        patches = normalize_pixels(patches, like, dim=3)
     rows = patches.to(dtype).flatten(3).flatten(1, 2)
     fill = -rows.shape[-1] % 8
     return F.pad(rows, (0, fill)) if fill else rows  # F.pad copies in any case
 
 
-def patches_times(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def patches_times(images: torch.Tensor, weight: torch.Tensor, like: Preprocess = CLIP_PREPROCESS) -> torch.Tensor:
     """Compute conv2d(images [m, 3, S, S], weight [w, 3, P, P], stride=P) as a matmul -> [m, N, w]."""
     autocast = torch.is_autocast_enabled(images.device.type)
-    rows = patch_rows(
-        images, weight.shape[-1], torch.get_autocast_dtype(images.device.type) if autocast else weight.dtype
-    )
+    dtype = torch.get_autocast_dtype(images.device.type) if autocast else weight.dtype
+    rows = patch_rows(images, weight.shape[-1], dtype, like)
     columns = weight.flatten(1)
     fill = rows.shape[-1] - columns.shape[1]
     return F.linear(rows, F.pad(columns, (0, fill)) if fill else columns)
@@ -133,8 +134,11 @@ def patches_times(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Stem(nn.Sequential):
     """Convolutional stem: [m, 3, S, S] -> [m, N, w]."""
 
+    preprocess: Preprocess
+
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return super().forward(normalized(images, next(self.parameters()).dtype)).flatten(2).transpose(1, 2)
+        dtype = next(self.parameters()).dtype
+        return super().forward(normalized(images, self.preprocess, dtype)).flatten(2).transpose(1, 2)
 
 
 class StemConv(nn.Conv2d):
@@ -149,14 +153,16 @@ class StemConv(nn.Conv2d):
         nn.init.zeros_(self.bias)
 
 
-def _patch_embedding(cfg: VisionConfig) -> nn.Module:
+def _patch_embedding(cfg: VisionConfig, preprocess: Preprocess) -> nn.Module:
     """Return open_clip's single convolution, or the stem, where each entry shrinks the grid by exactly its stride."""
     if cfg.conv_stem is None:
-        return PatchConv(cfg.width, cfg.patch_size)
+        return PatchConv(cfg.width, cfg.patch_size, preprocess)
     layers: list[nn.Module] = []
     channels = 3
     for out_channels, kernel, stride in cfg.conv_stem:
         padding = (kernel - stride + 1) // 2
         layers += [StemConv(channels, out_channels, kernel, stride=stride, padding=padding), nn.GELU()]
         channels = out_channels
-    return Stem(*layers[:-1])
+    stem = Stem(*layers[:-1])
+    stem.preprocess = preprocess
+    return stem

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infcl.config import RunSpec, TrainConfig, may_pack, option_of, resolve, settings_of, total_steps
+from infcl.config import RunSpec, TrainConfig, may_pack, resolve, settings_of, total_steps
 from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
 from infcl.data.config import DataConfig
@@ -116,13 +116,7 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
     model_config = load_any_config(config.model).with_overrides(**overrides)
     flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
-    if not model_config.fixed_preprocess:
-        preprocess = weights_preprocess(config.pretrained, config.model) | preprocess
-    elif preprocess:
-        raise ValueError(
-            f"{', '.join(option_of(f'image_{name}') for name in preprocess)}: our own towers have CLIP's; "
-            f"--model open_clip:{config.model} takes others"
-        )
+    preprocess = weights_preprocess(config.pretrained or config.pretrained_image, config.model) | preprocess
     model_config = model_config.with_preprocess(preprocess)
     model_config.check_divides(config.tensor_parallel_size)
     if config.matryoshka_widths:

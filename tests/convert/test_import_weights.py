@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +19,10 @@ from infcl.convert.import_weights import (
     resize_image_positions,
     weights_preprocess,
 )
-from infcl.evaluate import load
 from infcl.models import CLIP, build_towers
 from infcl.models.config import load_any_config, parse_model_config
 from infcl.models.open_clip_config import OpenClipConfig
+from infcl.models.preprocess import Preprocess
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import Payload
 
@@ -90,7 +89,7 @@ def test_a_model_started_from_any_source_has_its_weights(kind, source, tmp_path)
 @pytest.mark.parametrize(
     ("image_size", "place"), [(32, "open_clip_config"), (48, "preprocessor_config"), (32, "processor_config")]
 )
-def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(image_size, place, source, tmp_path):
+def test_weights_bring_the_normalisation_of_their_pixels(image_size, place, source, tmp_path):
     """open_clip's ViT-L-14 laion2b_s32b_b82k has mean and std 0.5."""
     mean, std = [0.5, 0.4, 0.3], [0.5, 0.25, 0.2]
     path = write("folder_open_clip" if place == "open_clip_config" else "folder_hf", source, tmp_path)
@@ -101,9 +100,12 @@ def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(imag
     elif place == "processor_config":
         said = {"image_processor": said}
     (path / f"{place}.json").write_text(json.dumps(said))
-    assert weights_preprocess(str(path), "any") == {"mean": tuple(mean), "std": tuple(std)}
-    ours, theirs = (seeded(config(vision={"image_size": image_size}), seed) for seed in (2, 3))
-    load_pretrained(ours, image=str(path))
+    preprocess = weights_preprocess(str(path), "any")
+    assert preprocess == {"mean": tuple(mean), "std": tuple(std)}
+    cfg = config(vision={"image_size": image_size})
+    ours, theirs = seeded(cfg.with_preprocess(preprocess), 2), seeded(cfg, 3)
+    assert "its pixels were normalised by" not in load_pretrained(ours, image=str(path))[0]
+    assert "its pixels were normalised by" in load_pretrained(theirs, image=str(path))[0]
     assert main(["import", str(path), "--out", str(tmp_path / "imported")]) == 0
     load_pretrained(theirs, str(write("pt", source, tmp_path)))  # a bare file does not say: as it is
     pixels = torch.randint(256, (3, 3, image_size, image_size), dtype=torch.uint8)
@@ -118,24 +120,20 @@ def test_a_tower_of_pixels_normalised_otherwise_sees_ours_as_it_saw_its_own(imag
 
 
 @pytest.mark.parametrize(
-    ("kind", "file", "foreign", "said"),
+    ("kind", "file", "foreign"),
     [
-        ("open_clip", "open_clip_config", {"preprocess_cfg": {"resize_mode": "squash"}}, "resize_mode 'squash'"),
-        ("hf", "preprocessor_config", {"resample": 2, "do_center_crop": False}, "resample 2, do_center_crop False"),
+        ("open_clip", "open_clip_config", {"preprocess_cfg": {"resize_mode": "squash", "interpolation": "bilinear"}}),
+        ("hf", "preprocessor_config", {"resample": 2, "do_center_crop": False}),
     ],
 )
-def test_other_resizing_of_a_folder_is_reported_in_an_evaluation(
-    kind, file, foreign, said, source, tmp_path, caplog, monkeypatch
-):
+def test_weights_bring_the_resizing_of_their_images_through_every_format(kind, file, foreign, source, tmp_path):
     """open_clip's ViT-H-14-378 of DFN5B squashes its images."""
-    monkeypatch.setattr(load, "stored_tokenizer", lambda *_: mock.MagicMock(kind="clip"))
-    path = write(f"folder_{kind}", source, tmp_path)
-    load.load_model(path, device=torch.device("cpu"))
-    assert not caplog.messages
+    path = write(f"folder_{kind}", source, tmp_path / "first")
     fields = json.loads((path / f"{file}.json").read_text())
     (path / f"{file}.json").write_text(json.dumps(fields | foreign))
-    load.load_model(path, device=torch.device("cpu"))
-    assert f"trained with images resized by {said};" in caplog.text
+    for format in ("hf", "open_clip"):
+        assert main(["import", str(path), "--format", format, "--out", str(path := tmp_path / format)]) == 0
+        assert load_exported(path)[1].preprocess == Preprocess(resize_mode="squash", interpolation="bilinear")
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])
