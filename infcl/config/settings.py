@@ -275,8 +275,8 @@ class TrainConfig:
     )
     attention: str = _system(
         "auto",
-        "attention kernels of the towers; auto: triton on a GPU in half precision, where it is faster",
-        choices=("auto", "torch", "triton"),
+        "attention kernels of the towers; auto: Triton on a GPU in half precision, where it is faster",
+        choices=("auto", "torch"),
     )
     resident_micro_batches: str = _system(
         "auto",

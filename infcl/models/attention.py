@@ -24,7 +24,7 @@ from infcl.models.transformer import attend as attend_by_torch
 
 LONGEST = 128  # tokens of one tile: triton_attention.TILES
 BLOCK, SHORT = 64, 16  # tokens per block; most tokens after the last full block: triton_attention_blocks
-_HEADS = (16, 32, 64)  # head widths; only 64 was timed
+HEADS = (16, 32, 64)  # head widths; only 64 was timed
 
 
 def choose_attention(model: nn.Module, attention: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -32,30 +32,19 @@ def choose_attention(model: nn.Module, attention: str, device: torch.device, dty
 
     Args:
         model: the model; `attn.attend` of its blocks is replaced where the Triton kernel fits.
-        attention: "torch", "triton" or "auto".
+        attention: "torch", or "auto" for the Triton kernel where it fits.
         device: device of the towers.
         dtype: dtype of the attention's matmuls.
-
-    Raises:
-        ValueError: `attention` is "triton", but the kernel fits neither tower or open_clip built the towers. The
-            message gives the reason for each tower.
     """
-    if attention == "triton" and not isinstance(model, CLIP):
-        raise ValueError("--attention triton: open_clip's towers have their own attention")
-    if attention == "torch" or not isinstance(model, CLIP):
+    if attention == "torch" or not isinstance(model, CLIP) or not _runs(device, dtype):
         return
-    reasons = {}
     lengths = _lengths(model)
     for name, tower in model.transformers.items():
         first: Any = tower.resblocks[0].attn
-        reasons[name] = unfit(lengths[name], first.head_width, causal=first.causal) or _unsupported(device, dtype)
-        if not reasons[name]:
+        if first.head_width in HEADS and fits(lengths[name], causal=first.causal):
             for block in cast(Any, tower.resblocks):
                 block.attn.attend = partial(attend, longest=lengths[name])
-    if attention == "triton" and all(reasons.values()):
-        raise ValueError("--attention triton: " + "; ".join(f"{name} tower: {why}" for name, why in reasons.items()))
-    if not reasons["text"]:
-        model.attends_spans = True
+            model.attends_spans |= name == "text"
 
 
 def towers_with_kernel(model: Any) -> list[str]:
@@ -101,27 +90,12 @@ def fits(length: int, *, causal: bool) -> bool:
     return length <= LONGEST or (not causal and 2 <= length // BLOCK <= 4 and 0 < length % BLOCK <= SHORT)
 
 
-def unfit(length: int, head_width: int, *, causal: bool) -> str:
-    """Return why the kernel does not support such sequences, or "" if it does."""
-    if not fits(length, causal=causal):
-        return f"sequences of {length} tokens, for which torch's kernels are faster"
-    if head_width not in _HEADS:
-        return f"heads of width {head_width}; the kernel takes {', '.join(map(str, _HEADS))}"
-    return ""
-
-
-def _unsupported(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why the kernel cannot run on `device` in `dtype`, or "" if it can."""
+def _runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernel runs on `device`, and computes in `dtype`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return ""
-    if device.type != "cuda":
-        return f"the Triton kernel needs a GPU, not {device}"
-    if dtype.itemsize != 2:
-        return f"the Triton kernel computes in half precision, not in {dtype}"
-    if find_spec("triton") is None:
-        return "the Triton kernel needs the package triton"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major >= 8 else f"the Triton kernel needs compute capability 8.0, {device} has {major}.{minor}"
+        return True
+    can = device.type == "cuda" and dtype.itemsize == 2 and find_spec("triton") is not None
+    return can and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 # ---- the kernel as an operator of torch ----

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from infcl.config.precision import PRECISIONS
 from infcl.config.preset import sums_gradients_on_host
-from infcl.models.attention import BLOCK, LONGEST, SHORT, unfit
+from infcl.models.attention import BLOCK, HEADS, LONGEST, SHORT, fits
 from infcl.models.config import kept_patches
 from infcl.models.flops import forward_flops
 from infcl.plan.profile import Gpu
@@ -133,7 +133,8 @@ def _attention(setting: Setting, length: int, width: int, head: int, *, causal: 
     `row` is the number of token positions per row of packed captions, or None.
     """
     fitting = row // 2 if row else length
-    if setting.attention != "torch" and setting.precision.half_matmuls and not unfit(fitting, head, causal=causal):
+    by_triton = setting.attention != "torch" and setting.precision.half_matmuls and head in HEADS
+    if by_triton and fits(fitting, causal=causal):
         longest = min(2 * length, fitting)  # packed captions vary in length: a tile holds up to twice the mean
         return _tile_flops(length, own_positions(longest), width) / (ONE_TILE if longest <= LONGEST else BLOCKS)
     slower = MASKED if row or causal else 1.0

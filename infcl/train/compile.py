@@ -29,9 +29,6 @@ def prepare_blocks(model: Any, spec: RunSpec, parallel: Parallel) -> bool:
 
     Returns:
         Whether the blocks are compiled.
-
-    Raises:
-        ValueError: --attention triton is given and neither tower can use it.
     """
     choose_attention(model, spec.flags.attention, parallel.device, spec.precision.matmul_dtype)
     if not spec.compiles_blocks:
