@@ -47,14 +47,15 @@ class TooManyBadSamples(RuntimeError):
 class StepLoader:
     """Position, state and report of a loader. TrainLoader makes its source from a DataConfig.
 
-    Attributes: steps_per_epoch, num_samples (of the data set, over all ranks), repeats (whether `steps(again)` works).
+    Attributes: steps_per_epoch, num_samples (of the data set, over all ranks), about (describes the size of the data),
+    repeats (whether `steps(again)` works).
     """
 
     def __init__(
         self, source: Source, share: Share, *, seed: int, max_bad_fraction: float = 1.0, tokenizer_sha256: str = ""
     ):
         self.steps_per_epoch, self.num_samples = source.steps_per_epoch, source.num_samples
-        self.repeats = source.repeats
+        self.repeats, self.about = source.repeats, source.about
         self._source, self._share, self._max_bad_fraction = source, share, max_bad_fraction
         self._fingerprint = {
             "seed": seed,
@@ -127,7 +128,7 @@ class StepLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the fingerprint of the data, batch size, seed and tokenizer."""
-        return {"epoch": self._epoch, "step": self._step, "data": self._source.about, **self._fingerprint}
+        return {"epoch": self._epoch, "step": self._step, "data": self.about, **self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position at which `state` was taken.
@@ -140,8 +141,8 @@ class StepLoader:
             if state.get(name) != value
         ]
         if different:
-            if state.get("data", self._source.about) != self._source.about:
-                different.append(f"now {self._source.about}, then {state.get('data')}")
+            if state.get("data", self.about) != self.about:
+                different.append(f"now {self.about}, then {state.get('data')}")
             raise ValueError(
                 f"cannot continue inside an epoch of other data: {'; '.join(different)}. Give what it was, or start "
                 "from its weights under another --name: --pretrained RUN"

@@ -9,16 +9,15 @@ import torch
 
 from infcl.config import BatchPlan, TrainConfig, aligned, counted, shown_bytes, teacher_in_words
 from infcl.config.preset import stage_over
+from infcl.data.loader import StepLoader
 from infcl.engine.parameter_groups import checkpoint_bytes
 from infcl.engine.schedule import Schedule
 from infcl.kernels import select_tile
 from infcl.parallel import Parallel, describe_ranks, ranks_of_host
-from infcl.parallel.host_limits import available_host_bytes, host_memory_bytes
+from infcl.parallel.host_limits import host_memory_bytes
 from infcl.plan.memory import host_bytes, host_parts, memory_of
 from infcl.plan.setting import STAGES, Setting, parameter_counts, setting_of_run
-from infcl.step.batches import auto_budget
 from infcl.train.build import Inputs, build_loader, build_meta_model, build_schedule, build_tasks
-from infcl.train.diagnostics import model_flops, trained_shares
 
 
 def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
@@ -41,16 +40,14 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
     counts = parameter_counts(model)
     every = {"retrieval": config.val_frequency, "zero_shot": config.zeroshot_frequency}
     often = {name: f"{_every(every[name], 'epoch')} and " if every[name] else "" for name in tasks}
-    flops = model_flops(cfg, trained_shares(model))
     rows = [
         ("batch", str(batch)),
         *([("", smaller)] if (smaller := batch.smaller_than_asked(config)) else []),
         ("steps", _steps_line(schedule.total_steps, loader, batch)),
         ("learning rate", _learning_rate_line(config, schedule)),
-        ("data", _data_line(config, loader)),
+        ("data", _data_line(loader)),
         ("model", _model_line(config, counts)),
         *([("teacher", teacher)] if (teacher := teacher_in_words(vars(config))) else []),
-        ("compute", f"{_flops(flops * batch.global_batch_size)} a step, towers alone"),
         ("system", f"{describe_ranks(parallel)}, {spec.precision}, {spec.zero_in_words}"),
         ("evaluation", ", ".join(f"{name} {when}at the end" for name, when in often.items()) or "none"),
         ("run folder", _folder_line(config)),
@@ -75,12 +72,8 @@ def describe_plan(inputs: Inputs, parallel: Parallel) -> str:
 
 def _host_table(run: Setting, config: TrainConfig, ranks: int) -> list[str]:
     """Return lines about the host memory of a rank and of the `ranks` on its node."""
-    planned, pixels = run, " (--pixel-cache-gb gpu: they are in the device's)" if run.pixels == "device" else ""
-    if config.pixel_cache_gb == "auto":
-        others = ranks * sum(host_parts(run.with_(pixel_bytes=0.0)).values())
-        budget = auto_budget(available_host_bytes() - others, ranks)
-        planned = run.with_(pixel_bytes=min(run.pixel_bytes, budget))
-        pixels = " (auto: of what is free now)"
+    pixels = {"auto": " (auto: in what is free)", "gpu": " (gpu: in the device's)"}.get(config.pixel_cache_gb, "")
+    planned = run.with_(pixel_bytes=0.0) if config.pixel_cache_gb == "auto" else run
     parts = host_parts(planned)
     width = max(map(len, parts))
     where = ", in the same memory as the above" if run.on_cpu else ""
@@ -93,7 +86,7 @@ def _host_table(run: Setting, config: TrainConfig, ranks: int) -> list[str]:
     ]
 
 
-def _steps_line(steps: int, loader, batch: BatchPlan) -> str:
+def _steps_line(steps: int, loader: StepLoader, batch: BatchPlan) -> str:
     epochs = steps / loader.steps_per_epoch
     left_over = loader.num_samples - loader.steps_per_epoch * batch.global_batch_size
     return (
@@ -108,18 +101,9 @@ def _learning_rate_line(config: TrainConfig, schedule: Schedule) -> str:
     return f"{config.opt}, {schedule}: {schedule.describe_warmup()}, then {config.lr_scheduler} to {last:.3g}{oddity}"
 
 
-def _data_line(config: TrainConfig, loader) -> str:
-    if config.dataset_type == "synthetic":
-        return f"{loader.num_samples:,} synthetic samples"
-    from infcl.data.shards import expand_shards
-
-    assert config.train_data is not None, "config/checks.py asks for it where data is not synthetic"
-    shards = expand_shards(config.train_data, allow_pipe=config.allow_pipe_urls)
+def _data_line(loader: StepLoader) -> str:
     found = {name.removeprefix("index/"): n for name, n in loader.report().items() if name.startswith("index/") and n}
-    left_out = ", ".join(f"{n:,} {name}" for name, n in sorted(found.items())) or "none"
-    size = shown_bytes(sum(Path(path).stat().st_size for path in shards if Path(path).is_file()))
-    usable = f"{counted(len(shards), 'shard')}, {size}, {loader.num_samples:,} usable samples"
-    return f"{usable}; left out by the index: {left_out}"
+    return f"{loader.about}; left out by the index: {', '.join(f'{n:,} {name}' for name, n in found.items()) or 'none'}"
 
 
 def _model_line(config: TrainConfig, counts: dict[str, tuple[int, int]]) -> str:
@@ -161,10 +145,3 @@ def _memory_table(plan: dict[str, list[float]], stages: list[int], stage: int) -
     for part, column in plan.items():
         lines.append(f"  {part:<{width}}" + "".join(f"{shown_bytes(column[s]):>11} " for s in stages))
     return lines
-
-
-def _flops(count: float) -> str:
-    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
-        if count >= scale:
-            return f"{count / scale:,.2f} {unit}"
-    return f"{count / 1e6:,.2f} MFLOP"

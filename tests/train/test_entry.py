@@ -119,11 +119,9 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(demo_folder, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     for shown in (
         "32 samples per step = 1 data-parallel rank x 2 micro-batches",
-        " GFLOP a step, towers alone",
         "for 1 rank of ",
         "3 = 0.0625 epochs of 48",
-        "8 shards",
-        "1,536 usable samples; left out by the index: none",
+        "8 shards hold 1536 usable samples; left out by the index: none",
         "peak 0.001 after 5 warm-up steps (167% of the run)",
         "the warm-up takes",
         "image tower 0.28M",
