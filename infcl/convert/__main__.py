@@ -45,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"infcl.convert {args.command}: {error}", file=sys.stderr)
         return 2
     print(out)
-    if args.format == "open_clip" and not cfg.loads_in_open_clip:
-        print("open_clip cannot load this model (convolutional stem); infcl.convert.export.load_exported can")
     return 0
 
 

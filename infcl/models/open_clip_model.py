@@ -7,7 +7,6 @@ Shapes: m rows of a micro-batch, S pixels per side, L tokens, D embed_dim.
 """
 
 import math
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -105,7 +104,7 @@ def build_open_clip(
         activation_checkpointing: recompute the blocks' activations in the backward pass.
 
     Raises:
-        ValueError: open_clip, timm or transformers cannot build the model (the message has the part and theirs), or
+        ValueError: open_clip, timm or transformers cannot build the model, or
             the text tower and its tokenizer have different padding ids.
     """
     fields = deepcopy(cfg.fields)
@@ -121,8 +120,7 @@ def build_open_clip(
         if "timm_model_name" in fields["vision_cfg"]:
             _set_image_size(model.visual, cfg.vision_cfg.image_size)
     except Exception as error:  # three libraries raise their own types
-        part = _part_of(error)
-        raise ValueError(f"--model {cfg.source}: {part} cannot be built: {type(error).__name__}: {error}") from error
+        raise ValueError(f"--model {cfg.source} cannot be built: {type(error).__name__}: {error}") from error
     if activation_checkpointing:
         model.set_grad_checkpointing(True)
     model.cfg = cfg
@@ -166,13 +164,6 @@ def _check_towers(model: Any) -> None:
                 "embed_dim must be the width of both towers' features"
             )
     model.train()
-
-
-def _part_of(error: BaseException) -> str:
-    """Return the part of the model that open_clip was building when it raised `error`."""
-    builders = {"_build_vision_tower": "image tower", "_build_text_tower": "text tower"}
-    calls = traceback.extract_tb(error.__traceback__)
-    return next((builders[call.name] for call in calls if call.name in builders), "model")
 
 
 def _check_padding(model: Any, text_cfg: dict[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from infcl.config import aligned, counted
 
-_NO_OPEN_CLIP = "  (for infcl.convert.export.load_exported: open_clip has no convolutional stem)"
-
 
 def summary_table(summary: dict) -> str:
     """Format summary.json as aligned lines for a terminal, without evaluations that did not run."""
@@ -22,7 +20,7 @@ def summary_table(summary: dict) -> str:
         ("engine", f"ZeRO-{summary['zero_stage']}, {counted(summary['world_size'], 'rank')}"),
         ("run folder", paths["run"]),
         ("loss curve", paths["loss_curve"]),
-        ("exported model", paths["export"] + ("" if summary.get("loads_in_open_clip", True) else _NO_OPEN_CLIP)),
+        ("exported model", paths["export"]),
     ]
     return "\n".join(["", aligned(rows), ""])
 

@@ -473,7 +473,6 @@ class Trainer:
             "evaluation": results,
             "evaluated_with": {name: dict(task.about) for name, task in self.tasks.items() if task.about},
             "ema": self.averages,
-            "loads_in_open_clip": self.model_config.loads_in_open_clip,
             "paths": {
                 "run": str(self.run.root),
                 "loss_curve": str(self.run.loss_curve),

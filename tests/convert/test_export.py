@@ -115,10 +115,9 @@ def test_command_exports_the_last_checkpoint_of_a_run(tokenizer_model, tmp_path,
     assert (out / "README.md").read_text() == card, "it is of the checkpoint that was exported"
     assert main(["export", str(tmp_path / "nothing")]) == 2
     printed = capsys.readouterr()
-    assert "nothing is no run folder" in printed.err and "open_clip cannot" not in printed.out
+    assert "nothing is no run folder" in printed.err
     write_checkpoint(run, CLIP(load_model_config(GOLDEN_MODEL)))
     assert main(["export", str(run)]) == 0
-    assert "open_clip cannot load this model" in capsys.readouterr().out
     card = (run / "export" / "README.md").read_text()
     assert "load_exported" in card and "local-dir" not in card
     assert main(["export", str(run), "--out", str(file)]) == 2

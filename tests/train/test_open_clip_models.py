@@ -278,7 +278,7 @@ ERRORS = {  # config or name, flags, what the error has
     "name": ("no-such-model", (), "open_clip:no-such-model: not a file, and not a model that is built into open_clip"),
     "name of another file": ("../model_configs/RN50", (), "not a file, and not a model that is built into open_clip"),
     "decoder": ("coca_ViT-B-32", (), "captioning decoder"),
-    "timm name": (_with("siglip", vision_cfg={"timm_model_name": "vit_no"}), (), "image tower cannot be built"),
+    "timm name": (_with("siglip", vision_cfg={"timm_model_name": "vit_no"}), (), "cannot be built"),
     "hf name": (_with("hf", text_cfg={"hf_model_name": "none"}), (), "text tower none cannot be loaded"),
     "text width": (_with("vit", **NO_PROJECTION), (), r"text tower gives \[2, 48\] .* needs \[2, 32\]"),
     "image size": (_with("siglip"), ("--force-image-size", "31"), r"image tower cannot encode \[2, 3, 31, 31\]"),
