@@ -80,7 +80,7 @@ def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, 
     """Resolve the flags for these ranks. Reads the preset's file.
 
     Args:
-        unpackable: why this model's captions cannot be packed; "" if they can.
+        unpackable: why the text tower's captions cannot be packed; "" if they can.
 
     Raises:
         ValueError: the preset is invalid or contradicts the flags, or the ranks cannot divide the batch.
@@ -92,7 +92,7 @@ def resolve(flags: TrainConfig, *, device: str, ranks: int = 1, hosts: int = 1, 
         runs = stage_over(ranks, asked, precision, offloads=offloaded)
         preset = preset | {"zero_optimization": preset.get("zero_optimization", {}) | {"stage": runs}}
     if flags.pack_captions == "on" and unpackable:
-        raise ValueError(f"--pack-captions on: {unpackable}; auto packs where it can")
+        raise ValueError(f"--pack-captions on: the text tower of {flags.model} {unpackable}; auto packs where it can")
     packs = may_pack(flags) and not unpackable
     spec = RunSpec(flags, device, ranks, hosts, preset, asked, precision, packs)
     if flags.cuda_graphs and (why := _why_no_graphs(spec)):

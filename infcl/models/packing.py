@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from infcl.config import TrainConfig
-from infcl.models.config import ModelConfig, TextConfig
+from infcl.models.config import TextConfig
 from infcl.models.open_clip_config import TextInput
 
 Texts = dict[str, torch.Tensor]
@@ -152,12 +151,6 @@ def longest(cfg: TextConfig | TextInput, size: int) -> torch.Tensor:
     texts = torch.full((size, cfg.context_length), int(cfg.eos_id == 0))
     texts[:, -1] = cfg.end_id
     return texts
-
-
-def why_unpackable(config: TrainConfig, model_config: ModelConfig) -> str:
-    """Return why the captions of this model cannot be packed, or "" if they can."""
-    why = model_config.text_cfg.why_unpackable
-    return f"the text tower of {config.model} {why}" if why else ""
 
 
 def texts_for_model(text_cfg: TextConfig | TextInput, *, pack: bool) -> Callable[[torch.Tensor], Texts]:

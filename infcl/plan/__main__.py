@@ -16,7 +16,6 @@ import torch
 from infcl.config import OneLineParser, RunSpec, TrainConfig, counted, parse_args, resolve, shown_bytes
 from infcl.models.clip import CLIP, lock_towers
 from infcl.models.config import CLIPConfig, load_model_config
-from infcl.models.packing import why_unpackable
 from infcl.plan.fit import Fit, fits_gpu, largest_batch, with_cached_activations
 from infcl.plan.memory import host_bytes, host_parts, memory_of
 from infcl.plan.profile import load_gpu, load_link
@@ -64,7 +63,7 @@ def setting_of(argv: list[str]) -> tuple[Setting, RunSpec]:
         device="cuda",
         ranks=machine.gpus // flags.tensor_parallel_size,
         hosts=machine.gpus // per_node,
-        unpackable=why_unpackable(flags, cfg),
+        unpackable=cfg.text_cfg.why_unpackable,
     )
     if not gpu.bf16 and spec.precision.matmul_dtype == torch.bfloat16:
         raise ValueError(f"{gpu.name} does not compute bf16: use --precision fp16 or fp32")

@@ -33,7 +33,6 @@ from infcl.loss.matryoshka import check_widths, matryoshka
 from infcl.models.clip import build_towers, lock_towers
 from infcl.models.config import ModelConfig, load_any_config
 from infcl.models.open_clip_config import hugging_face_config
-from infcl.models.packing import why_unpackable
 from infcl.parallel import Parallel, gather_objects, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
 from infcl.train.teacher import TeacherModel, load_teacher
@@ -99,7 +98,7 @@ def resolve_inputs(config: TrainConfig, parallel: Parallel) -> Inputs:
         device=parallel.device.type,
         ranks=parallel.dp_size,
         hosts=parallel.hosts,
-        unpackable=why_unpackable(config, model_config),
+        unpackable=model_config.text_cfg.why_unpackable,
     )
     return Inputs(spec, model_config, tokenizer, load_teacher(config, model_config))
 

@@ -17,7 +17,6 @@ from infcl.models.packing import (
     pooled_positions,
     row_length,
     texts_for_model,
-    why_unpackable,
 )
 from infcl.step.batches import StepBatches
 from infcl.step.pixels import PixelCache
@@ -136,7 +135,7 @@ def test_one_graph_serves_any_number_of_rows(backend, monkeypatch):
 
 
 def packs(config, cfg) -> bool:
-    return resolve(config, device="cpu", unpackable=why_unpackable(config, cfg)).packs_captions
+    return resolve(config, device="cpu", unpackable=cfg.text_cfg.why_unpackable).packs_captions
 
 
 @pytest.mark.parametrize(
