@@ -9,7 +9,6 @@ import hashlib
 import json
 from pathlib import Path
 
-from infcl.config.json_file import parse_record
 from infcl.config.preset import preset_file
 from infcl.config.settings import TrainConfig, option_of
 
@@ -26,12 +25,12 @@ OWN_PATHS = (
     "train_data", "val_data", "zeroshot_data", "zeroshot_classnames", "zeroshot_templates",
     "pretrained", "pretrained_image", "pretrained_text", "distill_pretrained", "csv_img_root", "logs", "resume",
 )  # fmt: skip
-# Their contents are compared: JSON key by key, other files by SHA-256.
+# Their contents are compared, by SHA-256.
 SAME_CONTENTS = ("deepspeed_config", "model", "distill_model", "tokenizer")
 
 
 def settings_of(config: TrainConfig) -> dict[str, str]:
-    """Return the settings that must be equal on all nodes: {"--lr": "0.0005", "--deepspeed_config bf16": "{}", ...}.
+    """Return the settings that must be equal on all nodes: {"--lr": "0.0005", "--model": "ViT-B-32", ...}.
 
     It never contains the value of a path in `OWN_PATHS`, so that a message cannot print a secret.
     """
@@ -41,7 +40,7 @@ def settings_of(config: TrainConfig) -> dict[str, str]:
         if name in WITHOUT_EFFECT and name not in _TOGETHER:
             continue
         if name in SAME_CONTENTS and value is not None:
-            settings |= _contents(option, value)
+            settings[option] = _contents(option, value)
         elif name in OWN_PATHS:
             settings[option] = value if value in (None, "latest") else "given"
         else:
@@ -49,24 +48,9 @@ def settings_of(config: TrainConfig) -> dict[str, str]:
     return {option: "not given" if value is None else value for option, value in settings.items()}
 
 
-def _contents(option: str, path: str) -> dict[str, str]:
+def _contents(option: str, path: str) -> str:
     try:
         data = (preset_file(path) if option == "--deepspeed_config" else Path(path)).read_bytes()
     except (OSError, ValueError):  # a name, like ViT-B-16 or open_clip:ViT-B-32
-        return {option: path}
-    try:
-        fields = parse_record(data, dict, path)
-    except ValueError:
-        return {option: f"sha256 {hashlib.sha256(data).hexdigest()[:12]}"}
-    return {f"{option} {key}": value for key, value in _leaves(fields).items()}
-
-
-def _leaves(fields: dict) -> dict[str, str]:
-    """{"a": {"b": 1}} -> {"a.b": "1"}."""
-    found: dict[str, str] = {}
-    for key, value in fields.items():
-        if isinstance(value, dict) and value:
-            found |= {f"{key}.{rest}": text for rest, text in _leaves(value).items()}
-        else:
-            found[str(key)] = json.dumps(value)
-    return found
+        return path
+    return f"sha256 {hashlib.sha256(data).hexdigest()[:12]}"

@@ -1,6 +1,6 @@
 """Charts of a report: records of a run -> charts, as data that drawing.py draws.
 
-The x-axis is samples_seen, except for one chart over the training time.
+The x-axis is samples_seen.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,6 @@ class Chart:
     title: str
     y: str  # label of the y-axis
     quantities: dict[str, str] = field(default_factory=dict)  # {key of train records, or KIND/key of others: label}
-    x: str = "samples seen"
     note: str = ""
     log: bool = False
     from_zero: bool = False
@@ -48,7 +47,6 @@ _LOSS = Chart("Loss of the global batch", "loss", {"loss": "train", "retrieval/v
 _LOGIT_SCALE = Chart("Logit scale", "logit scale", {"logit_scale": "scale"})
 _LEARNING = (
     _LOSS,
-    Chart("Loss against training time", "loss", {"loss": "train"}, x="seconds", noisy=True),
     Chart("Loss by direction", "loss",
           {"micro_loss_image_to_text": "image→text", "micro_loss_text_to_image": "text→image"},
           note="among {} samples of one micro-batch, mean over ranks", noisy=True),
@@ -114,15 +112,7 @@ def _filled(chart: Chart, run: Run) -> Chart:
     for colour, (key, label) in enumerate(chart.quantities.items()):
         kind, _, name = key.rpartition("/")
         records = [record for record in (run.evaluations.get(kind, []) if kind else run.train) if name in record]
-        xs, ys = ([float(record[of]) for record in records] for of in (chart.x.replace(" ", "_"), name))
+        xs, ys = ([float(record[of]) for record in records] for of in ("samples_seen", name))
         if ys and (any(ys) or not chart.only_if_any):
             series.append(Series(label, xs, ys, colour, noisy=chart.noisy and not kind))
-    return replace(chart, series=series) if chart.x != "seconds" else _in_a_unit(chart, series)
-
-
-def _in_a_unit(chart: Chart, series: list[Series]) -> Chart:
-    """Return the chart over hours, minutes or seconds, without series that have no times."""
-    longest = max((one.xs[-1] for one in series), default=0.0)
-    unit, length = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
-    scaled = [replace(one, xs=[x / length for x in one.xs]) for one in series if one.xs[-1]]
-    return replace(chart, series=scaled, x=f"{unit} of training")
+    return replace(chart, series=series)

@@ -51,7 +51,7 @@ def draw_svg(chart: Chart) -> str:
     for colour, name in {_SOFT: "soft", _GRID: "grid", **{c: f"c{i}" for i, c in enumerate(COLOURS)}}.items():
         svg = svg.replace(colour, f"var(--{name})")
     low, high = figure.axes[0].get_xlim()
-    data = {"left": _AREA["left"], "right": _AREA["right"], "low": low, "high": high, "x": chart.x}
+    data: dict[str, Any] = {"left": _AREA["left"], "right": _AREA["right"], "low": low, "high": high}
     data |= {"percent": chart.percent, "series": [_read_out(series) for series in chart.series]}
     points = json.dumps(data).replace("<", "\\u003c")
     return f'{svg}<script type="application/json">{points}</script>'
@@ -95,7 +95,7 @@ def _draw(chart: Chart, axis: "Axes") -> None:
         few: dict[str, Any] = {"marker": "o", "markersize": 4, "clip_on": False, "zorder": 3}  # 1.0 is on the frame
         axis.plot(series.xs, series.curve, color=colour, **(few if len(series.xs) <= _FEW else {}))
     low, high = _range(chart)
-    axis.set(xlabel=chart.x, ylabel=chart.y, xlim=(0, None), ylim=(low, high))
+    axis.set(xlabel="samples seen", ylabel=chart.y, xlim=(0, None), ylim=(low, high))
     axis.set_yscale("log" if chart.log else "linear")
     wide = chart.log and high / low > 10
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 3)) if wide else MaxNLocator(6, steps=[1, 2, 5, 10]))

@@ -20,7 +20,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     if (at < data.left || at > data.right) return hide();
     const x = data.low + (at - data.left) / (data.right - data.left) * (data.high - data.low);
     box.replaceChildren(Object.assign(document.createElement("div"), {
-      className: "soft", textContent: (x < 100 ? Number(x.toPrecision(3)) : Math.round(x)).toLocaleString("en") + " " + data.x,
+      className: "soft", textContent: (x < 100 ? Number(x.toPrecision(3)) : Math.round(x)).toLocaleString("en") + " samples seen",
     }));
     for (const series of data.series) {
       let best = 0;

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class Run:
     root: Path
     name: str
-    train: list[dict]  # one record per step; read_run adds "seconds", the time in steps so far
+    train: list[dict]  # one record per step
     evaluations: dict[str, list[dict]]  # "retrieval", "zero_shot", ... -> records
     later: list[dict]  # by infcl.evaluate: "task", "data", "checkpoint", "metrics", ...
     config: dict
@@ -39,10 +39,6 @@ def read_run(root: str | Path) -> Run:
     evaluations = _by_kind(metrics)
     if not (train := evaluations.pop("train", [])):
         raise ValueError(f"{metrics}: no step yet")
-    seen, seconds = 0, 0.0
-    for record in train:
-        seconds += (record["samples_seen"] - seen) / (record.get("samples_per_second") or float("inf"))
-        record["seconds"], seen = seconds, record["samples_seen"]
     config, environment = _read(root / "config.json", TrainConfig), _read(root / "environment.json", Environment)
     flags = dataclasses.asdict(config) if config else {}
     evaluations, summary = dict(sorted(evaluations.items())), _read(root / "summary.json", Summary)

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from infcl.config import TrainConfig, settings_of
+import pytest
+
+from infcl.config import TrainConfig, option_of, settings_of
 from infcl.config.agreement import OF_ONE_START, OWN_PATHS, SAME_CONTENTS, WITHOUT_EFFECT
 from infcl.parallel.host_info import differences
 
@@ -33,23 +35,9 @@ def test_a_path_may_differ_and_is_not_shown_but_is_given_everywhere_or_nowhere()
             assert "given on a; not given on b" in line and "secret" not in line
 
 
-def test_presets_and_models_are_compared_by_key_wherever_they_are_stored(tmp_path):
-    for name, text in (("a", '{"zero": {"stage": 1}, "x": 2}'), ("b", '{"x": 2,\n"zero": {"stage": 3}}')):
-        (tmp_path / name).write_text(text)
-    (tmp_path / "same").write_text('{"x":2, "zero":{"stage":1}}')
-    a, b, same = (str(tmp_path / name) for name in ("a", "b", "same"))
-    for name, option in (("deepspeed_config", "--deepspeed_config"), ("model", "--model")):
-        assert compare(TrainConfig(**{name: a}), TrainConfig(**{name: same})) == []
-        assert compare(TrainConfig(**{name: a}), TrainConfig(**{name: b})) == [f"{option} zero.stage: 1 on a; 3 on b"]
-
-
-def test_another_tokenizer_is_seen_by_its_bytes(tmp_path):
-    (tmp_path / "a").write_bytes(b"\x00\xff1")
-    (tmp_path / "b").write_bytes(b"\x00\xff2")
-    one, other = (TrainConfig(tokenizer=str(tmp_path / name)) for name in "ab")
-    assert compare(one, one) == [] and "--tokenizer: sha256 " in compare(one, other)[0]
-
-
-def test_a_model_of_any_depth_is_compared_by_its_bytes(tmp_path):
-    (tmp_path / "deep").write_text("[" * 100_000)
-    assert settings_of(TrainConfig(model=str(tmp_path / "deep")))["--model"].startswith("sha256 ")
+@pytest.mark.parametrize("name", ["deepspeed_config", "model", "tokenizer"])
+def test_files_are_compared_by_their_bytes_wherever_they_are_stored(name, tmp_path):
+    for file, data in (("a", b"\x00\xff1"), ("same", b"\x00\xff1"), ("b", b"[" * 100_000)):
+        (tmp_path / file).write_bytes(data)
+    a, same, b = (TrainConfig(**{name: str(tmp_path / file)}) for file in ("a", "same", "b"))
+    assert compare(a, same) == [] and f"{option_of(name)}: sha256 " in compare(a, b)[0]

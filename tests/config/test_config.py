@@ -161,7 +161,7 @@ def test_a_preset_is_named_from_any_folder_and_another_file_by_its_path(tmp_path
     monkeypatch.chdir(tmp_path)
     config = parse_args(SYNTHETIC)
     assert config.deepspeed_config == "zero1" and read_preset(config, "cpu")[0]["zero_optimization"]["stage"] == 1
-    assert settings_of(config)["--deepspeed_config zero_optimization.stage"] == "1"
+    assert settings_of(config)["--deepspeed_config"].startswith("sha256 ")
     with pytest.raises(ValueError, match=r"ds_configs/zero1.json: no such file or folder \(it takes a name"):
         parse_args([*SYNTHETIC, "--deepspeed_config", "ds_configs/zero1.json"])
     (tmp_path / "zero1.json").write_text("{}")

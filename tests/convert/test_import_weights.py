@@ -362,7 +362,7 @@ def test_weights_that_do_not_fit_are_reported_before_a_model_takes_memory(source
     ):
         state = source.state_dict() | {name: value}
         with pytest.raises(ValueError, match=rf"mismatched: {name} is "):
-            model_with(Weights(state, source.cfg, "w", (0.5,) * 3, (0.5,) * 3), source.cfg)
+            model_with(Weights(state, source.cfg, "w"), source.cfg)
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,11 @@ def test_the_page_shows_curves_evaluation_data_and_settings_and_loads_nothing(ru
         "runs/first on imagenet/val", "top-1 12.5%",
         "R@1 50.0%", "top-1 75.0%", "validation", "replay 10.0 ms (20%)", "broken image", "left out by the index",
         "512 MiB", "1:15", "--batch-size", "pretrain_clip.py --lr 1e-3", "finished", "No gallery",
-        "samples seen</text>", "caption tokens encoded", "37.5%", "Loss against training time",
-        "seconds of training</text>", "2 ranks, &lt;GPU &amp; co&gt;",
+        "samples seen</text>", "caption tokens encoded", "37.5%", "2 ranks, &lt;GPU &amp; co&gt;",
         "prefers-color-scheme: dark", "max-width: 560px",
     ):  # fmt: skip
         assert shown in text, shown
-    assert text.count('<figure class="card chart">') == 12
+    assert text.count('<figure class="card chart">') == 11
     assert Page(text).loads == []
     assert "@import" not in text and not re.search(r"url\((?!#)", text) and "<GPU" not in text
 
