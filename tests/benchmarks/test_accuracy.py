@@ -4,23 +4,16 @@ import json
 from pathlib import Path
 
 from benchmarks import accuracy
-from benchmarks.accuracy import Training, _parser, loss_trainings
+from benchmarks.accuracy import _parser, loss_trainings
 from benchmarks.rows import read
 from infcl.config import make_parser
 
 
-def options(*flags: str):
-    return _parser().parse_args(["--out", "out", "--work", "work", *flags])
-
-
-def flags_of(training: Training):
-    return make_parser().parse_args(training.flags)
-
-
 def test_trainings_of_one_seed_differ_in_the_loss_alone_and_one_in_its_products():
-    trainings = loss_trainings(options("--seeds", "2", "--ranks", "2"), Path("data"))
+    options = _parser().parse_args("--out out --work work --seeds 2 --ranks 2".split())
+    trainings = loss_trainings(options, Path("data"))
     assert len(trainings) == 12 and len({training.name for training in trainings}) == 12
-    flags = [vars(flags_of(training)) for training in trainings if training.key["seed"] == 1]
+    flags = [vars(make_parser().parse_args(training.flags)) for training in trainings if training.key["seed"] == 1]
     compared = [(flag["loss"], flag["tile_dtype"]) for flag in flags]
     as_the_dense_losses_multiply = {(loss, "fp32") for loss in ("clip", "open_clip", "disco", "inf_cl", "siglip")}
     assert set(compared) == as_the_dense_losses_multiply | {("inf_cl", "bf16")}

@@ -71,26 +71,23 @@ def supervised_hosts(tmp_path, *options, command=(), slots=8):
     return run("supervise.sh", *arguments, tmp_path=tmp_path, programs=programs)
 
 
+DIVIDED = "supervise: a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts"
+
+
 @pytest.mark.parametrize(
-    ("options", "command"),
+    ("options", "command", "reported"),
     [
-        (["--batch", "49152"], []),
-        ([], ["--global-batch-size", "7", "--global-batch-size", "49152"]),
-        ([], ["--global-batch-size", "7", "--global-batch-size=49152"]),
+        ([], [], "supervise: at least 1 of 4 hosts\n"),
+        (["--min-hosts", "3", "--batch", "49152"], [], DIVIDED),
+        (["--min-hosts", "3"], ["--global-batch-size", "7", "--global-batch-size", "49152"], DIVIDED),
+        (["--min-hosts", "3"], ["--global-batch-size", "7", "--global-batch-size=49152"], DIVIDED),
     ],
 )
-def test_supervise_continues_with_three_of_four_hosts_and_reports_which_divide_the_batch(tmp_path, options, command):
+def test_supervise_continues_with_the_hosts_that_answer_and_divide_the_batch(tmp_path, options, command, reported):
     """The batch is given to supervise.sh or in its command."""
-    result = supervised_hosts(tmp_path, "--min-hosts", "3", *options, command=command)
-    assert result.returncode == 0, result.stderr
-    assert "supervise: a batch of 49152 is divided by the ranks of 1, 2, 3, 4 of 4 hosts" in result.stderr
-    assert result.stdout == "a slots=8\nb slots=8\nd slots=8\n"
-
-
-def test_supervise_without_a_batch_takes_the_hosts_that_answer(tmp_path):
-    result = supervised_hosts(tmp_path)
+    result = supervised_hosts(tmp_path, *options, command=command)
     assert (result.returncode, result.stdout) == (0, "a slots=8\nb slots=8\nd slots=8\n"), result.stderr
-    assert "supervise: at least 1 of 4 hosts\n" in result.stderr
+    assert reported in result.stderr
 
 
 @pytest.mark.parametrize(

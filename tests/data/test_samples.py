@@ -30,10 +30,6 @@ def cause_of(function, *arguments) -> str:
     return caught.value.cause
 
 
-def pillow_rgb(data: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-
-
 @pytest.mark.parametrize(
     ("format", "mode", "tolerance"),
     [("JPEG", "RGB", 2), ("JPEG", "L", 2), ("JPEG", "CMYK", 2), ("PNG", "1", 0), ("PNG", "L", 0), ("PNG", "P", 0)]
@@ -44,7 +40,8 @@ def test_every_format_and_colour_space_decodes_to_rgb(format, mode, tolerance):
     data = encode(Image.fromarray(picture(1)).convert(mode), format, **options.get(format, {}))
     decoded = decode_image(data)
     assert decoded.dtype == np.uint8 and decoded.shape == (20, 24, 3)
-    assert np.abs(decoded.astype(int) - pillow_rgb(data)).max() <= tolerance
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.abs(decoded.astype(int) - expected).max() <= tolerance
 
 
 def test_sixteen_bit_grey_is_scaled_not_clipped_to_white():

@@ -15,10 +15,6 @@ from tests.lib.ranks import rejected, run_ranks
 SAMPLES, WIDTH, CLASSES = 23, 6, 4
 
 
-def own_batches(columns, rank, world_size, size):
-    return list(zip(*(column[rank::world_size].split(size) for column in columns)))
-
-
 def batches_with_a_mistake(rank, world_size, place, others):
     """What each rank hears of an error in rank 1's data after `place` batches, where others have `others`."""
 
@@ -230,7 +226,7 @@ def classify(rank, world_size):
 
     where = {"group": torch.distributed.group.WORLD, "device": torch.device("cpu")}
     classifiers = build_classifiers(encode_text, tokenize, names, templates, batch_size=5, widths=(3,), **where)
-    batches = own_batches((images, labels), rank, world_size, 4)
+    batches = list(zip(*(column[rank::world_size].split(4) for column in (images, labels))))
     right = torch.eye(CLASSES).bool()
     metrics = evaluate_zero_shot(
         lambda x, _: {"image_features": x}, batches, (images[:1], labels[:1]), classifiers, right, **where

@@ -52,14 +52,9 @@ def test_a_teacher_adds_its_distillation_loss_by_weight(name, texts_per_image):
     torch.testing.assert_close(added, 0.7 * mean_kl(own, texts[::texts_per_image], 10.0, *teacher))
 
 
-def counted_comparisons():
-    """A context: how often ranks compare their shapes in it."""
-    return mock.patch("infcl.loss.inputs.require_equal", side_effect=require_equal)
-
-
 def _fixed_shape(rank, world_size, name):
     """-> (what an unequal first call says; losses of both kinds and comparisons of 3 calls; what later changes say)"""
-    with counted_comparisons() as compared:
+    with mock.patch("infcl.loss.inputs.require_equal", side_effect=require_equal) as compared:
         fixed = ContrastiveLoss(name, group=dist.group.WORLD, fixed_shape=True)
         unequal = rejected(fixed, *features("random", 4 + rank, 24), 10.0, -3.0)
         compared.reset_mock()

@@ -45,11 +45,6 @@ def model_of(text_cfg: TextConfig) -> CLIP:
     return model
 
 
-def encoded(model: CLIP, texts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[m, D] in the model's dtype; CLIP's forward makes float32 of it."""
-    return model.encode_text(texts["texts"], ends=texts.get("text_ends"))
-
-
 @pytest.mark.parametrize("cfg", [EOS, ARGMAX], ids=["eos", "argmax"])
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 13), max_size=150))
@@ -79,7 +74,7 @@ def test_features_and_gradients_are_those_of_the_captions_one_by_one(cfg, checkp
     found = []
     for given_texts in ({"texts": texts}, texts_for_model(cfg, pack=True)(texts)):
         model.zero_grad()
-        features = encoded(model, given_texts)
+        features = model.encode_text(given_texts["texts"], ends=given_texts.get("text_ends"))  # in float64
         (features * weights).sum().backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         found.append({"features": features.detach()} | gradients)

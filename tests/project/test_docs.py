@@ -1,7 +1,8 @@
-"""Documentation: links lead somewhere, shown commands have flags that exist, the README's loss runs."""
+"""Documentation: links lead somewhere, shown commands have flags that exist, docstrings have every argument."""
 
 import argparse
 import csv
+import inspect
 import re
 import runpy
 import shlex
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import infcl
 from infcl.config import make_parser
 from tests.lib.checkout import ROOT
 from tests.lib.open_clip_stub import import_open_clip
@@ -186,3 +188,14 @@ def test_the_steps_of_the_page_about_any_encoders_run_as_shown():
     (found,) = run_ranks(shown_steps, 1)
     for value, expected in found:
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", infcl.__all__)
+def test_public_functions_document_their_arguments(name):
+    thing = getattr(infcl, name)
+    text = inspect.getdoc(thing)
+    assert text
+    if re.search("(options are those of|arguments as in) `inf_cl_loss`", text):
+        text += inspect.getdoc(infcl.inf_cl_loss)
+    parameters = set(inspect.signature(thing).parameters) if inspect.isfunction(thing) else set()
+    assert {parameter for parameter in parameters if parameter not in text} == set()

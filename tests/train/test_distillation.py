@@ -14,6 +14,7 @@ from infcl.data.index import SampleKeys
 from infcl.data.tokenizer import Tokenizer
 from infcl.engine.parameter_groups import parameter_groups
 from infcl.models import CLIP
+from infcl.train.build import build_tokenizer_and_model_config
 from tests.lib.checkout import GOLDEN_MODEL
 from tests.lib.loss_oracle import mean_kl
 from tests.lib.ranks import run_ranks
@@ -58,7 +59,7 @@ def joined(ranks, name):
 def reference(ranks, config, teacher):
     """Return loss and weights after the step of one process in float64 that sees the whole batch."""
     _, before, *_ = ranks[0]
-    cfg = new_model_config(config)
+    cfg = build_tokenizer_and_model_config(config)[1]
     model = CLIP(cfg, patch_dropout=0.0).double().train()
     model.load_state_dict(before)
     out = model(joined(ranks, "images"), joined(ranks, "texts"))
@@ -80,12 +81,6 @@ def reference(ranks, config, teacher):
     loss.backward()
     optimizer.step()
     return loss.item(), {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def new_model_config(config):
-    from infcl.train.build import build_tokenizer_and_model_config
-
-    return build_tokenizer_and_model_config(config)[1]
 
 
 @pytest.mark.first(2)
