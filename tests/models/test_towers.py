@@ -50,9 +50,6 @@ def surrogate_gradients(model, images, texts):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-# Forward
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pixels", [torch.uint8, torch.float32])
 def test_features_are_float32_unit_vectors_in_every_parameter_dtype(dtype, pixels):
@@ -86,9 +83,6 @@ def test_shorter_texts_are_accepted_and_wrong_shapes_are_named():
         model(images[..., :24])
 
 
-# Recomputation and randomness
-
-
 @pytest.mark.parametrize("patch_dropout", [0.0, 0.5])
 def test_activation_checkpointing_changes_nothing(patch_dropout):
     images, texts = batch()
@@ -119,9 +113,6 @@ def test_patch_dropout_acts_while_training_only():
     assert model.cfg.vision_cfg.patch_dropout == 0.5
     assert not torch.equal(model(images)["image_features"], plain(images)["image_features"])
     assert torch.equal(model.eval()(images)["image_features"], plain(images)["image_features"])
-
-
-# Freezing and loading
 
 
 @pytest.mark.parametrize("unlocked", [0, 1, 2, 3, 4])
@@ -161,9 +152,6 @@ def _differences_under_zero_init(rank: int, world_size: int) -> list[str]:
             if not torch.equal(parameter, expected[name]):
                 different.append(name)
     return different
-
-
-# Configs
 
 
 def _convolution(images, weight):
@@ -247,9 +235,6 @@ def test_a_missing_section_and_an_unknown_name_are_reported(tmp_path):
         load_model_config(tmp_path / "broken.json")
     with pytest.raises(ValueError, match="no model 'ViT-Z-1'.*ViT-L-14"):
         load_model_config("ViT-Z-1")
-
-
-# Flops
 
 
 @pytest.mark.parametrize("causal", [True, False])
