@@ -26,10 +26,6 @@ def entry(file: Path) -> dict:
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
-def content_of(step: int, number: int) -> dict[str, torch.Tensor]:
-    return {f"{kind}/{number}": torch.full((4,), step + 0.1 * i) for i, kind in enumerate(("model", "exp_avg"))}
-
-
 def write_manifest(folder: Path, manifest: dict) -> None:
     (folder / "infcl.json").write_text(json.dumps(manifest))
 
@@ -38,7 +34,8 @@ def write_checkpoint(run: Path, step: int) -> Path:
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
     for number, name in enumerate(FILES):
-        save_file(content_of(step, number), folder / name)
+        tensors = {"model": torch.full((4,), float(step)), "exp_avg": torch.full((4,), step + 0.1)}
+        save_file({f"{kind}/{number}": tensor for kind, tensor in tensors.items()}, folder / name)
     write_manifest(folder, manifest_of(step, {name: entry(folder / name) for name in FILES}))
     return folder
 

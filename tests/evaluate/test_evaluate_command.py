@@ -308,17 +308,13 @@ def test_a_result_that_cannot_be_written_is_printed(data, exports):
     assert json.loads(printed.splitlines()[-1])["metrics"]["num_samples"] == IMAGES
 
 
-def run_module(*arguments):
-    """Run python -m with arguments."""
-    command, env = [sys.executable, "-m", *map(str, arguments)], os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, "--device", "cpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.long
 def test_torchrun_starts_it_and_a_table_is_printed(data, exports):
-    torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "--standalone", "-m", "infcl.evaluate")
-    arguments = ("--task", "retrieval", "--data", data / "list" / "captions.jsonl")
-    result = run_module(*torchrun, *arguments, "--checkpoint", exports / "open_clip")
+    command = [sys.executable, *"-m torch.distributed.run --nproc-per-node 2 --standalone -m infcl.evaluate".split()]
+    command += ["--task", "retrieval", "--data", data / "list" / "captions.jsonl", "--device", "cpu"]
+    command += ["--checkpoint", exports / "open_clip"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "image to text r1" in result.stdout and result.stdout.count("median rank") == 2
     line = json.loads(result.stdout.strip().splitlines()[-1])

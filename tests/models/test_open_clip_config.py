@@ -47,14 +47,6 @@ HUB = {
 }
 
 
-def write_hub(folder: Path) -> None:
-    """Folders with the names of the hub's models, which transformers takes where they lie in the working directory."""
-    import transformers
-
-    for name, (kind, fields) in HUB.items():
-        getattr(transformers, kind)(**fields).save_pretrained(folder / name)
-
-
 def build_and_encode(name: str) -> None:
     """A built-in model on the meta device: features of the right shape from two images and two captions."""
 
@@ -65,7 +57,10 @@ def build_and_encode(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_built_in_configs_but_those_with_a_decoder_build_and_encode(tmp_path, monkeypatch):
-    write_hub(tmp_path)
+    import transformers
+
+    for name, (kind, fields) in HUB.items():  # transformers takes a folder of this name in the working directory
+        getattr(transformers, kind)(**fields).save_pretrained(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     names = sorted(path.stem for path in (open_clip_folder() / "model_configs").glob("*.json"))
     rejected = {}

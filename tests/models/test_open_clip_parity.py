@@ -47,7 +47,8 @@ def test_features_and_gradients_of_small_models_equal_open_clips(variant):
     torch.manual_seed(0)
     ours = CLIP(parse_model_config(fields))
     theirs = open_clip.model.CLIP(**fields)
-    theirs.load_state_dict(_open_clip_state(ours))
+    scalars = {"logit_scale", "logit_bias"}
+    theirs.load_state_dict({name: value[0] if name in scalars else value for name, value in ours.state_dict().items()})
     images, texts = torch.randn(3, 3, 32, 32), _texts(3, 12, 90)
     image_weights, text_weights = torch.randn(3, 24), torch.randn(3, 24)
 
@@ -86,8 +87,3 @@ def _texts(m: int, length: int, vocab_size: int) -> torch.Tensor:
         texts[row, :end] = torch.randint(2, vocab_size - 1, (end,))
         texts[row, end], texts[row, end + 1] = vocab_size - 1, 1
     return texts
-
-
-def _open_clip_state(model: CLIP) -> dict[str, torch.Tensor]:
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {name: value[0] if name in ("logit_scale", "logit_bias") else value for name, value in state.items()}

@@ -23,10 +23,6 @@ from tests.lib.ranks import run_ranks
 from tests.lib.shown_commands import python_blocks, shown_commands
 
 
-def flags_of(line: str) -> set[str]:
-    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line))
-
-
 @cache
 def parser_of(module: str) -> argparse.ArgumentParser:
     """Return the parser of `python -m module`."""
@@ -81,7 +77,8 @@ def test_flags_of_shown_commands_exist():
     assert len(shown) > 50
     for line, files in shown.items():
         for program, words in programs_of(line):
-            assert flags_of(" ".join(words)) - {"--help"} <= options_of(program), (line, files)
+            flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", " ".join(words)))
+            assert flags - {"--help"} <= options_of(program), (line, files)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md"])
