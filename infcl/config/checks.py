@@ -94,6 +94,10 @@ def _data(config: TrainConfig) -> Iterator[str]:
         yield f"--aug-cfg takes {', '.join(AUGMENTATIONS)}, not {', '.join(sorted(unknown))}"
     if kind in ("synthetic", "streaming") and config.train_num_samples is None:
         yield f"--dataset-type {kind} needs --train-num-samples: the number of samples in an epoch"
+    if kind == "streaming" and config.train_data_upsampling_factors is not None:
+        yield "--train-data-upsampling-factors needs --dataset-type webdataset, not streaming"
+    if kind == "csv" and config.teacher_key:
+        yield "tables have no members for --teacher-key: it needs shards"
     if kind == "synthetic":
         return
     if config.train_data is None:

@@ -14,7 +14,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from infcl.data.config import DataConfig
+from infcl.config import TrainConfig
 from infcl.data.plan import EpochPlan, Share, chunk_size, draw, epoch_size
 from infcl.data.records import BadSample, Record, ShardReader
 from infcl.data.samples import BatchBuilder, DecodedSample, SampleDecoder
@@ -88,14 +88,14 @@ class IndexedSource(Source):
 
     repeats = True
 
-    def __init__(self, collection: Collection, data: DataConfig, decoder: SampleDecoder, share: Share):
+    def __init__(self, collection: Collection, flags: TrainConfig, decoder: SampleDecoder, share: Share):
         self.found, self.about = collection.found, str(collection)
         problems = ", ".join(f"{name}: {count}" for name, count in self.found.items())
         where = f"{self.about} ({problems})" if problems else self.about
         total = epoch_size(collection.counts, collection.factors)
         if total == 0:
             raise ValueError(f"{where}: {collection.if_empty}")
-        self.num_samples = total if data.num_samples is None else data.num_samples
+        self.num_samples = total if flags.train_num_samples is None else flags.train_num_samples
         if self.num_samples > total:
             raise ValueError(f"{self.num_samples} samples per epoch were requested (--train-num-samples), but {where}")
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, where)
@@ -103,7 +103,7 @@ class IndexedSource(Source):
         self._sampler = PlanSampler(collection, share, self.steps_per_epoch, decoder.seed)
         self._dataset = IndexedDataset(collection, decoder)
         self._loader = make_dataloader(
-            self._dataset, data, decoder, share, sampler=self._sampler, persistent_workers=data.workers > 0
+            self._dataset, flags, decoder, share, sampler=self._sampler, persistent_workers=flags.workers > 0
         )
         if share.reader == 0:
             for line in collection.warnings:

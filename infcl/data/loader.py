@@ -1,6 +1,6 @@
 """Loaders: the training loop iterates over them. Their state is {epoch, step}.
 
-    loader = TrainLoader(DataConfig(urls), tokenizer, share, image_size=224, seed=0)
+    loader = TrainLoader(flags, tokenizer, share, image_size=224)
     loader.set_position(*divmod(global_step, loader.steps_per_epoch))
     for micro_batches in loader:      # a list of M dicts per step, until the epoch ends
 
@@ -17,14 +17,16 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from infcl.data.config import DataConfig
+from infcl.config import TrainConfig, parse_factors
+from infcl.data.config import keys_of, limits_of, texts_of
+from infcl.data.images import DEFAULT_LIMITS
 from infcl.data.indexed import IndexedSource
 from infcl.data.plan import Share
 from infcl.data.records import ShardReader
 from infcl.data.samples import SampleDecoder
 from infcl.data.shards import Shard, load_manifest
 from infcl.data.streaming import StreamingSource
-from infcl.data.table import TableReader
+from infcl.data.table import TableReader, columns_of
 from infcl.data.tokenizer.open_clip import AnyTokenizer
 from infcl.data.transforms import TrainTransform
 from infcl.data.workers import MicroBatch, ReadLog, Source
@@ -45,7 +47,7 @@ class TooManyBadSamples(RuntimeError):
 
 
 class StepLoader:
-    """Position, state and report of a loader. TrainLoader makes its source from a DataConfig.
+    """Position, state and report of a loader. TrainLoader makes its source from the flags.
 
     Attributes: steps_per_epoch, num_samples (of the data set, over all ranks), about (describes the size of the data),
     repeats (whether `steps(again)` works).
@@ -200,8 +202,8 @@ class TrainLoader(StepLoader):
     """Loader of image-text pairs from webdataset shards or a table of files: m * M samples per step and rank.
 
     Args:
+        flags: of the run; their `workers` is a number.
         image_size: side S of the square images, in pixels.
-        seed: of the sample order, the augmentations and all other random choices.
         teacher: tokenizer of a teacher, see SampleDecoder.
         indexed: the shards that other processes of this node have indexed (shards.load_manifest).
 
@@ -212,36 +214,37 @@ class TrainLoader(StepLoader):
 
     def __init__(
         self,
-        data: DataConfig,
+        flags: TrainConfig,
         tokenizer: AnyTokenizer,
         share: Share,
         *,
         image_size: int,
-        seed: int,
         teacher: AnyTokenizer | None = None,
         indexed: Mapping[str, Shard] | None = None,
     ):
-        transform = TrainTransform(image_size, **data.aug)
-        of_data: dict[str, Any] = {"keys": data.keys, "limits": data.limits, "texts": data.texts}
-        decoder = SampleDecoder(tokenizer, transform, seed=seed, teacher=teacher, **of_data)
-        source: Source
-        if data.dataset_type == "streaming":
-            source = StreamingSource(data, decoder, share)
-        else:
-            source = IndexedSource(_collection(data, indexed), data, decoder, share)
-        super().__init__(
-            source, share, seed=seed, max_bad_fraction=data.max_bad_fraction, tokenizer_sha256=tokenizer.sha256
+        decoder = SampleDecoder(
+            tokenizer,
+            TrainTransform(image_size, **flags.aug_cfg),
+            seed=flags.seed,
+            keys=keys_of(flags),
+            limits=limits_of(flags, DEFAULT_LIMITS),
+            texts=texts_of(flags),
+            teacher=teacher,
         )
+        source: Source
+        if flags.dataset_type == "streaming":
+            source = StreamingSource(flags, decoder, share)
+        else:
+            source = IndexedSource(_collection(flags, indexed), flags, decoder, share)
+        bad, sha256 = flags.max_bad_fraction, tokenizer.sha256
+        super().__init__(source, share, seed=flags.seed, max_bad_fraction=bad, tokenizer_sha256=sha256)
 
 
-def _collection(data: DataConfig, indexed: Mapping[str, Shard] | None = None) -> ShardReader | TableReader:
-    if data.dataset_type == "csv":
-        return TableReader(data.urls, columns=data.columns, factors=data.upsampling_factors)
-    manifest = load_manifest(
-        data.urls,
-        factors=data.upsampling_factors,
-        keys=data.keys,
-        index_cache=data.index_cache,
-        indexed=indexed,
-    )
-    return ShardReader(manifest, data.keys, needs_json=data.texts.needs_json)
+def _collection(flags: TrainConfig, indexed: Mapping[str, Shard] | None = None) -> ShardReader | TableReader:
+    assert flags.train_data is not None, "checked with the flags"
+    factors, keys = parse_factors(flags.train_data_upsampling_factors), keys_of(flags)
+    if flags.dataset_type == "csv":
+        return TableReader(flags.train_data, columns=columns_of(flags), factors=factors)
+    options: dict[str, Any] = {"index_cache": flags.index_cache, "indexed": indexed}
+    manifest = load_manifest(flags.train_data, factors=factors, keys=keys, **options)
+    return ShardReader(manifest, keys, needs_json=texts_of(flags).needs_json)

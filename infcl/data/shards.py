@@ -109,9 +109,9 @@ def _names_in(path: str) -> list[str]:
 
 
 def check_factors(factors: Sequence[float] | None, sources: Sequence) -> Sequence[float]:
-    """Return one factor per source, 1 by default. Raises ValueError if their number differs or one is not positive."""
-    if factors is not None and (len(factors) != len(sources) or min(factors) <= 0):
-        raise ValueError(f"{len(sources)} sources need as many upsampling factors above 0, not {list(factors)}")
+    """Return one factor per source, 1 by default. Raises ValueError if their number differs."""
+    if factors is not None and len(factors) != len(sources):
+        raise ValueError(f"{len(sources)} sources need as many upsampling factors, not {list(factors)}")
     return factors or [1.0] * len(sources)
 
 

@@ -12,8 +12,7 @@ from itertools import count, islice
 
 import torch
 
-from infcl.config import counted
-from infcl.data.config import DataConfig
+from infcl.config import TrainConfig, counted
 from infcl.data.plan import Share, random_order
 from infcl.data.records import Record, stream_records
 from infcl.data.samples import BatchBuilder, DecodedSample, SampleDecoder, hash_63, join_batches
@@ -65,20 +64,21 @@ class StreamingDataset(torch.utils.data.IterableDataset):
 class StreamingSource(Source):
     """Source on a DataLoader over a StreamingDataset. Workers restart each pass with a copy of the current dataset."""
 
-    def __init__(self, data: DataConfig, decoder: SampleDecoder, share: Share):
-        assert data.num_samples is not None, "checked with the flags"
-        shards, workers = expand_shards(data.urls, allow_pipe=data.allow_pipe), max(1, data.workers)
+    def __init__(self, flags: TrainConfig, decoder: SampleDecoder, share: Share):
+        assert flags.train_data is not None and flags.train_num_samples is not None, "checked with the flags"
+        shards = expand_shards(flags.train_data, allow_pipe=flags.allow_pipe_urls)
+        workers = max(1, flags.workers)
         if len(shards) < (needed := share.readers * workers):
             readers = f"{counted(share.readers, 'rank')} x {counted(workers, 'worker')}"
             raise ValueError(
                 f"{counted(len(shards), 'shard')} cannot feed {readers}: the streaming reader needs {needed}; "
                 "use fewer workers, or the indexed reader"
             )
-        self.num_samples, self.found = data.num_samples, {}
+        self.num_samples, self.found = flags.train_num_samples, {}
         self.steps_per_epoch = share.steps_per_epoch(self.num_samples, f"an epoch has {self.num_samples} samples")
         self.sha256, self.about = hashlib.sha256("\n".join(shards).encode()).hexdigest(), counted(len(shards), "shard")
         self._dataset, self._share = StreamingDataset(shards, decoder, share), share
-        self._loader = make_dataloader(self._dataset, data, decoder, share)
+        self._loader = make_dataloader(self._dataset, flags, decoder, share)
 
     def micro_batches(self, epoch: int, step: int, again: range) -> Iterator[tuple[MicroBatch, ReadLog]]:
         assert not again, "a stream is read once"

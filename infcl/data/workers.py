@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from infcl.config import counted
 
 if TYPE_CHECKING:
-    from infcl.data.config import DataConfig
+    from infcl.config import TrainConfig
     from infcl.data.plan import Share
     from infcl.data.samples import SampleDecoder
 
@@ -148,24 +148,24 @@ def outlive_first_sigterm(rank_ends: torch.Tensor, _worker: int) -> None:
 
 
 def make_dataloader(
-    dataset: Any, data: "DataConfig", decoder: "SampleDecoder", share: "Share", **options: Any
+    dataset: Any, flags: "TrainConfig", decoder: "SampleDecoder", share: "Share", **options: Any
 ) -> DataLoader:
     """Return a DataLoader of the items of `dataset`, one micro-batch each, in order; pinned if there is a GPU.
 
     Raises:
         ValueError: this machine lacks what the workers need, see `_check_shared_memory`.
     """
-    if data.workers:
-        _check_shared_memory(data.workers, decoder.batch_bytes(share.rows), share.node_readers)
+    if flags.workers:
+        _check_shared_memory(flags.workers, decoder.batch_bytes(share.rows), share.node_readers)
         options |= {
             "prefetch_factor": _PREFETCH,
-            "timeout": data.timeout,
+            "timeout": 60 * flags.dist_timeout / 3,
             "worker_init_fn": partial(outlive_first_sigterm, end_of_rank()),
         }
     return DataLoader(
         dataset,
         batch_size=None,
-        num_workers=data.workers,
+        num_workers=flags.workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # its own, so that starting an epoch does not change the global random state
         **options,

@@ -15,7 +15,7 @@ from torch import nn
 from infcl.config import RunSpec, TrainConfig, may_pack, resolve, settings_of, total_steps
 from infcl.config.settings import AUTO_WORKERS
 from infcl.convert.import_weights import load_pretrained, weights_preprocess
-from infcl.data.config import DataConfig
+from infcl.data.config import keys_of
 from infcl.data.evaluation import EvalConfig
 from infcl.data.loader import StepLoader, TrainLoader
 from infcl.data.plan import Share
@@ -238,17 +238,17 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
         )
         return StepLoader(source, share, seed=config.seed)
     assert inputs.tokenizer is not None, "checked with the flags"
-    data, tokenizer = DataConfig.of(config), inputs.tokenizer
-    indexed = _index_shards(data, parallel) if data.dataset_type == "webdataset" else {}
-    options: dict[str, Any] = {"image_size": image_size, "seed": config.seed, "indexed": indexed}
+    tokenizer = inputs.tokenizer
+    indexed = _index_shards(config, parallel) if config.dataset_type == "webdataset" else {}
+    options: dict[str, Any] = {"image_size": image_size, "indexed": indexed}
     if inputs.teacher is not None:
         options["teacher"] = inputs.teacher.tokenizer
-    loader = on_every_rank(lambda: TrainLoader(data, tokenizer, share, **options))
+    loader = on_every_rank(lambda: TrainLoader(config, tokenizer, share, **options))
     _require_same_data(loader)
     return loader
 
 
-def _index_shards(data: DataConfig, parallel: Parallel) -> dict[str, Shard]:
+def _index_shards(config: TrainConfig, parallel: Parallel) -> dict[str, Shard]:
     """Index all shards, each by one rank of this node: nodes may have copies and index caches of their own. Collective.
 
     Raises:
@@ -256,8 +256,8 @@ def _index_shards(data: DataConfig, parallel: Parallel) -> dict[str, Shard]:
     """
 
     def own() -> dict[str, Shard]:
-        paths = expand_shards(data.urls)
-        return index_shards(paths[parallel.local_rank :: ranks_of_host(parallel)], data.keys, data.index_cache)
+        paths = expand_shards(config.train_data or "")
+        return index_shards(paths[parallel.local_rank :: ranks_of_host(parallel)], keys_of(config), config.index_cache)
 
     everyone = gather_objects((socket.gethostname(), on_every_rank(own)))
     return {path: shard for host, part in everyone if host == socket.gethostname() for path, shard in part.items()}

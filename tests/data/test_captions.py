@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from infcl.config import TrainConfig
 from infcl.data.captions import decode_captions
-from infcl.data.config import DataConfig
 from infcl.data.evaluation import EvalConfig
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import _collection
@@ -71,7 +71,7 @@ def test_training_evaluation_and_tokenizer_use_the_same_captions_of_a_text_of_se
         data.write_text(f'filepath\ttitle\n0.png\t"{text}"\n')
     else:
         write_tar(data, [("0.png", encode(picture(0))), ("0.txt", text.encode())])
-    training = DataConfig(str(data), dataset_type="csv" if kind == "csv" else "webdataset")
+    training = TrainConfig(train_data=str(data))
     assert list(captions_of(_collection(training), 9)) == [text]
     for captions, wanted in (("one", [text]), ("lines", text.splitlines())):
         texts = SampleTexts(lines=captions == "lines")

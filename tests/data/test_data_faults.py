@@ -52,7 +52,7 @@ def pipe(*more: str, allow_pipe: bool = True):
     def case(place: Place) -> None:
         folder = quote(str(place.shards))
         place.urls = f"pipe:cat {folder}/" + "::".join(["{00000..00002}.tar", *(each.format(folder) for each in more)])
-        place.options["allow_pipe"] = allow_pipe
+        place.options["allow_pipe_urls"] = allow_pipe
 
     return case
 
@@ -119,7 +119,7 @@ def test_a_fault_of_a_shard_costs_its_own_samples_and_is_counted(
     expected = indexed if reader == "indexed" else streaming
     options = {"max_bad_fraction": 0.95, "index_cache": str(tmp_path / "index")}
     if reader == "streaming":  # a second pass over the shards begins after 30 samples
-        options |= {"dataset_type": "streaming", "num_samples": 33}
+        options |= {"dataset_type": "streaming", "train_num_samples": 33}
     with serving(tmp_path / "shards") as (url, web):
         place = Place(tmp_path / "shards", web, url)
         case(place)

@@ -109,7 +109,7 @@ def test_faults_are_counted_by_cause_and_no_good_sample_is_lost(examples, tmp_pa
 
 
 def test_the_streaming_reader_skips_the_same_samples_by_cause(tmp_path, tokenizer):
-    options = {"dataset_type": "streaming", "num_samples": len(USABLE), "max_bad_fraction": 1.0}
+    options = {"dataset_type": "streaming", "train_num_samples": len(USABLE), "max_bad_fraction": 1.0}
     loader = small_loader(write_kinds(tmp_path), tokenizer, **options)
     assert len({int(batch["ids"]) for (batch,) in loader}) == len(USABLE)
     expected = Counter(f"skipped/{cause.removeprefix('index/')}" for _, cause, _ in KINDS.values() if cause)

@@ -57,7 +57,7 @@ def test_a_bad_member_costs_its_own_sample_and_is_counted(reader, tmp_path, toke
     bad = [with_teacher(100 + i, data) for i, (data, _, _) in enumerate(BAD.values())]
     good = [with_teacher(i, as_npy(rows_of(i))) for i in range(20)]
     write_tar(tmp_path / "0.tar", [member for sample in [*good, *bad] for member in sample])
-    options = {"dataset_type": reader, "num_samples": len(good) + len(bad), "max_bad_fraction": 1.0}
+    options = {"dataset_type": reader, "train_num_samples": len(good) + len(bad), "max_bad_fraction": 1.0}
     loader = small_loader(str(tmp_path), tokenizer, keys=KEYS, **options)
     for step in loader:
         (batch,) = step

@@ -43,7 +43,7 @@ def digest(loader, steps: int | None = None) -> list[str]:
 
 
 def test_image_and_caption_of_a_sample_stay_together_in_batches_of_the_promised_shapes(shards, tokenizer):
-    loader = step_loader(shards, tokenizer, aug={"scale": (1, 1), "ratio": (1, 1)}, image_size=20)
+    loader = step_loader(shards, tokenizer, aug_cfg={"scale": (1, 1), "ratio": (1, 1)}, image_size=20)
     steps = list(loader)
     assert len(steps) == loader.steps_per_epoch == 53 // 6 and loader.num_samples == 53
     for step in steps:
@@ -131,7 +131,7 @@ def test_starting_an_epoch_leaves_the_global_random_state_alone(shards, tokenize
 
 
 def test_fewer_samples_per_epoch_are_a_different_subset_each_epoch(shards, tokenizer):
-    loader = step_loader(shards, tokenizer, num_samples=12)
+    loader = step_loader(shards, tokenizer, train_num_samples=12)
     first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert len(set(first)) == len(set(second)) == 12 and set(first) != set(second)
 
@@ -179,7 +179,7 @@ def test_a_worker_s_failure_reaches_the_rank_in_one_line(
     monkeypatch.setattr("infcl.data.samples._BAD_IN_A_ROW", 100)
     content = {"png": image, "txt": b"text"}
     write_tar(tmp_path / "0.tar", [(f"{i}.{name}", data) for i in range(60) for name, data in content.items()])
-    options = {"keys": SampleKeys(teacher=teacher, teacher_width=8 * bool(teacher)), "num_samples": 60}
+    options = {"keys": SampleKeys(teacher=teacher, teacher_width=8 * bool(teacher)), "train_num_samples": 60}
     message, code = "", 0
     try:  # pytest.raises would keep the workers
         list(step_loader(str(tmp_path), tokenizer, workers=1, dataset_type=dataset_type, **options))
@@ -201,7 +201,7 @@ def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer, tmp_pat
     for urls, sizes, message in [
         (shards, {"micro_batch_size": 10, "num_micro_batches": 3, "world_size": 2},
          r"hold 53 .*batch of 60 \(data-parallel ranks x micro-batches x samples: 2 x 3 x 10\)"),
-        (shards, {"num_samples": 100}, "100 samples per epoch were requested .*but 5 shards hold 53"),
+        (shards, {"train_num_samples": 100}, "100 samples per epoch were requested .*but 5 shards hold 53"),
         (str(tmp_path), {}, r"holds 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
@@ -227,7 +227,7 @@ def test_the_share_of_bad_samples_decides_and_not_a_run_of_them(tmp_path, tokeni
     members = [(name, data if i // 3 in (7, 8) or name[-3:] in ("txt", "son") else b"")
                for i, (name, data) in enumerate(m for i in range(24) for m in pair_members(i))]  # fmt: skip
     write_tar(tmp_path / "0.tar", members)
-    options = {"dataset_type": dataset_type, "num_samples": 24, "micro_batch_size": 2, "num_micro_batches": 1}
+    options = {"dataset_type": dataset_type, "train_num_samples": 24, "micro_batch_size": 2, "num_micro_batches": 1}
     loader = step_loader(str(tmp_path), tokenizer, max_bad_fraction=1.0, **options)
     steps = sample_numbers(loader)
     assert len(steps) == 12 and len(set(sum(steps, []))) == 2
@@ -299,7 +299,7 @@ def test_synthetic_captions_end_once_within_half_of_their_places(length, vocab, 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards, tokenizer, workers):
     """Behind each step's four come numbers 1 and 2 once more; the next step and the report know nothing of it."""
-    options = {"num_micro_batches": 4, "workers": workers, "aug": {"scale": (0.5, 1.0)}}
+    options = {"num_micro_batches": 4, "workers": workers, "aug_cfg": {"scale": (0.5, 1.0)}}
     plain, again = step_loader(shards, tokenizer, **options), step_loader(shards, tokenizer, **options)
     again.set_position(0, 1)
     plain.set_position(0, 1)
@@ -317,7 +317,7 @@ def test_micro_batches_that_are_read_again_are_the_same_and_counted_once(shards,
 def test_a_read_that_fails_in_one_pass_only_leaves_both_passes_alike(shards, tokenizer, monkeypatch, failing):
     """The sample that stood in for the unread one in the first pass does so in the second: no run ends for it. Where
     one is gone for good, another comes, and what reads (offload.PixelCache) compares, and ends the step."""
-    loader = step_loader(shards, tokenizer, num_micro_batches=4, micro_batch_size=2, aug={"scale": (0.5, 1.0)})
+    loader = step_loader(shards, tokenizer, num_micro_batches=4, micro_batch_size=2, aug_cfg={"scale": (0.5, 1.0)})
     plan = EpochPlan(loader._source._sampler.counts, chunk=1, seed=5, epoch=0)
     unread, calls = int(plan.samples(3, 4)[0]), []  # the second of micro-batch 1
     read = ShardReader.read
@@ -356,7 +356,7 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_workers():
         "from types import SimpleNamespace as Of\n"
         "from infcl.data.workers import make_dataloader\n"
         "signal.alarm = lambda seconds: None\n"
-        "data, decoder = Of(workers=1, timeout=0), Of(batch_bytes=lambda rows: 1)\n"
+        "data, decoder = Of(workers=1, dist_timeout=0), Of(batch_bytes=lambda rows: 1)\n"
         "share = Of(rows=1, node_readers=1)\n"
         "loader = make_dataloader(range(9), data, decoder, share, persistent_workers=True)\n"
         "items = iter(loader)\n"
@@ -386,7 +386,7 @@ def test_a_loader_that_is_dropped_in_an_epoch_stops_its_workers_without_the_garb
 ):
     """torch waits 10 s for each worker of a loader that only the collector finds."""
     before = set(multiprocessing.active_children())
-    loader = step_loader(shards, tokenizer, workers=2, dataset_type=dataset_type, num_samples=12)
+    loader = step_loader(shards, tokenizer, workers=2, dataset_type=dataset_type, train_num_samples=12)
     steps = loader.steps()
     list(next(steps))
     assert set(multiprocessing.active_children()) - before  # a streaming worker with few samples may have ended
@@ -397,7 +397,7 @@ def test_a_loader_that_is_dropped_in_an_epoch_stops_its_workers_without_the_garb
 @pytest.mark.slow
 def test_workers_do_not_grow_over_twenty_epochs_of_small_shards(tmp_path, tokenizer):
     write_images(tmp_path / "shards", 256, 96)
-    loader = step_loader(f"{tmp_path}/shards", tokenizer, workers=2, aug=JITTER, image_size=96)
+    loader = step_loader(f"{tmp_path}/shards", tokenizer, workers=2, aug_cfg=JITTER, image_size=96)
     memory = []  # [epochs][workers], in MB
     for _ in range(20):
         assert len(list(loader)) == 256 // 6

@@ -38,7 +38,7 @@ def test_an_epoch_repeats_each_source_by_its_factor(chunk, factors):
 
 def test_upsampled_sources_resume_and_do_not_depend_on_workers(tmp_path, tokenizer):
     urls = f"{write_shards(tmp_path / 'a', [4, 3])}::{write_shards(tmp_path / 'b', [5])}"
-    options = {"upsampling_factors": [1, 2.4], "micro_batch_size": 2}
+    options = {"train_data_upsampling_factors": "1::2.4", "micro_batch_size": 2}
     loader = small_loader(urls, tokenizer, **options)
     assert loader.num_samples == 7 + 10 + 2
     epochs = [[batch["ids"].tolist() for (batch,) in loader] for _ in range(2)]
@@ -46,10 +46,12 @@ def test_upsampled_sources_resume_and_do_not_depend_on_workers(tmp_path, tokeniz
     again.load_state_dict(loader.state_dict() | {"epoch": 1, "step": 3})
     assert [batch["ids"].tolist() for (batch,) in again] == epochs[1][3:] and epochs[0] != epochs[1]
     with pytest.raises(ValueError, match="manifest_sha256"):
-        small_loader(urls, tokenizer, **options | {"upsampling_factors": [1, 2.2]}).load_state_dict(loader.state_dict())
-    for wrong in ([1], [1, 0], [1, 2, 3]):
+        small_loader(urls, tokenizer, **options | {"train_data_upsampling_factors": "1::2.2"}).load_state_dict(
+            loader.state_dict()
+        )
+    for wrong in ("1", "1::2::3"):
         with pytest.raises(ValueError, match="2 sources need as many upsampling factors"):
-            small_loader(urls, tokenizer, upsampling_factors=wrong)
+            small_loader(urls, tokenizer, train_data_upsampling_factors=wrong)
 
 
 # ---- captions in json ----

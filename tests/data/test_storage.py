@@ -322,7 +322,7 @@ def test_retry_waits_longer_each_time_and_reports_the_last_failure(monkeypatch):
 def test_a_worker_that_hangs_ends_the_run(tmp_path, tokenizer):
     os.mkfifo(tmp_path / "never")
     write_shards(tmp_path, [6])
-    loader = small_loader(str(tmp_path), tokenizer, micro_batch_size=2, workers=1, timeout=2.0)
+    loader = small_loader(str(tmp_path), tokenizer, micro_batch_size=2, workers=1, dist_timeout=0.1)
     dataset = loader._source._loader.dataset
     dataset.collection._read_shard = lambda *a: open(tmp_path / "never")  # nobody ever writes to it
     with pytest.raises(RuntimeError, match=r"no batch for 2 s \(a third of --dist-timeout\): storage hangs"):

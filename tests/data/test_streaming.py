@@ -11,7 +11,7 @@ from tests.lib.small_loader import sample_numbers, step_loader
 
 
 def streaming(urls: str, tokenizer, num_samples: int, **options):
-    return step_loader(urls, tokenizer, dataset_type="streaming", num_samples=num_samples, **options)
+    return step_loader(urls, tokenizer, dataset_type="streaming", train_num_samples=num_samples, **options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -44,7 +44,7 @@ def test_a_pass_over_unequal_shards_ends_before_the_next_and_repeats_are_counted
 
 def test_it_reads_pipes_and_starts_each_epoch_in_another_order(shards, tokenizer):
     pipe = f"pipe:cat {quote(shards)}/" + "{00001,00004}.tar"
-    loader = streaming(pipe, tokenizer, 42, allow_pipe=True)
+    loader = streaming(pipe, tokenizer, 42, allow_pipe_urls=True)
     first, second = sum(sample_numbers(loader), []), sum(sample_numbers(loader), [])
     assert len(set(first)) == len(first) and set(first) == set(second) and first != second
     loader.set_position(2, 5)

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import torch
 
-from infcl.config import BatchPlan
-from infcl.data.config import DataConfig
+from infcl.config import BatchPlan, TrainConfig
 from infcl.data.evaluation import EvalConfig, eval_source
 from infcl.data.images import DEFAULT_LIMITS
-from infcl.data.index import DEFAULT_KEYS
+from infcl.data.index import DEFAULT_KEYS, SampleKeys
 from infcl.data.loader import TrainLoader
 from infcl.data.plan import Share
 from infcl.data.records import Record
-from infcl.data.samples import DecodedSample, SampleDecoder
+from infcl.data.samples import DecodedSample, SampleDecoder, SampleTexts
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import train_tokenizer
 from infcl.data.transforms import TrainTransform
@@ -20,12 +19,23 @@ from infcl.data.workers import new_log
 
 
 def small_loader(urls: str, tokenizer: Tokenizer, *, image_size: int = 16, seed: int = 0, **options) -> TrainLoader:
-    """Make a loader; options are fields of DataConfig, BatchPlan and Share."""
+    """Make a loader; options are flags, `keys`, `texts`, and fields of BatchPlan and Share."""
     sizes = [options.pop(name, 1) for name in ("world_size", "num_micro_batches", "micro_batch_size")]
     where = {name: options.pop(name) for name in ("part", "parts", "node_readers") if name in options}
     share = Share(BatchPlan(*sizes), options.pop("rank", 0), **where)
-    data = DataConfig(urls, **{"workers": 0, **options})
-    return TrainLoader(data, tokenizer, share, image_size=image_size, seed=seed)
+    options |= _flags_of(options.pop("keys", DEFAULT_KEYS), options.pop("texts", SampleTexts()))
+    flags = TrainConfig(train_data=urls, **{"workers": 0, "seed": seed, **options})
+    return TrainLoader(flags, tokenizer, share, image_size=image_size)
+
+
+def _flags_of(keys: SampleKeys, texts: SampleTexts) -> dict:
+    return {
+        "image_key": keys.image, "text_key": keys.text, "json_text_key": keys.json_text,
+        "json_text_key_probs": list(keys.json_probs),
+        "teacher_key": f"{keys.teacher.removesuffix('.npy')}:{keys.teacher_width}" if keys.teacher else None,
+        "captions_per_image": texts.captions, "captions": "lines" if texts.lines else "one",
+        "negatives_key": texts.negatives, "duplicates": f"mask:{texts.same}" if texts.same else "negative",
+    }  # fmt: skip
 
 
 def eval_samples(data: str, *, image_size: int, rank: int = 0, world_size: int = 1, threads: int = 4, **options):

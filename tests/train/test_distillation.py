@@ -147,7 +147,7 @@ def test_the_script_of_the_page_stores_what_the_model_computes(demo_folder, teac
     exec(compile(script, "the page", "exec"), {})
     tokenizer, keys = Tokenizer(demo_folder / "tokenizer.model", 20), SampleKeys(teacher="t.npy", teacher_width=WIDTH)
     aug = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
-    loader = small_loader(str(tmp_path / "with_teacher"), tokenizer, image_size=32, keys=keys, aug=aug)
+    loader = small_loader(str(tmp_path / "with_teacher"), tokenizer, image_size=32, keys=keys, aug_cfg=aug)
     model, (batch,) = load_exported(teacher)[0], next(iter(loader))
     with torch.no_grad():
         found = model(batch["images"], None)["image_features"]
