@@ -1,6 +1,6 @@
 """SHARD -> SAMPLE -> BATCH. Reading order:
 
-config.py      DataConfig: the data settings that the flags give
+config.py      what the flags say of a sample
 storage.py     a shard on any storage -> bytes at (offset, size)
 tar.py, index.py   one tar -> its members -> the offsets of its samples
 shards.py      urls -> manifest of indexed shards

@@ -235,12 +235,13 @@ class TrainLoader(StepLoader):
         if flags.dataset_type == "streaming":
             source = StreamingSource(flags, decoder, share)
         else:
-            source = IndexedSource(_collection(flags, indexed), flags, decoder, share)
+            source = IndexedSource(open_collection(flags, indexed), flags, decoder, share)
         bad, sha256 = flags.max_bad_fraction, tokenizer.sha256
         super().__init__(source, share, seed=flags.seed, max_bad_fraction=bad, tokenizer_sha256=sha256)
 
 
-def _collection(flags: TrainConfig, indexed: Mapping[str, Shard] | None = None) -> ShardReader | TableReader:
+def open_collection(flags: TrainConfig, indexed: Mapping[str, Shard] | None = None) -> ShardReader | TableReader:
+    """Return the reader of the samples of --train-data by number. Raises ValueError if it cannot be read."""
     assert flags.train_data is not None, "checked with the flags"
     factors, keys = parse_factors(flags.train_data_upsampling_factors), keys_of(flags)
     if flags.dataset_type == "csv":

@@ -10,7 +10,7 @@ from infcl.config import TrainConfig
 from infcl.data.captions import decode_captions
 from infcl.data.evaluation import EvalConfig
 from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.loader import _collection
+from infcl.data.loader import open_collection
 from infcl.data.records import BadSample, Record
 from infcl.data.samples import SampleTexts
 from infcl.data.tokenizer.learn import captions_of
@@ -72,7 +72,7 @@ def test_training_evaluation_and_tokenizer_use_the_same_captions_of_a_text_of_se
     else:
         write_tar(data, [("0.png", encode(picture(0))), ("0.txt", text.encode())])
     training = TrainConfig(train_data=str(data))
-    assert list(captions_of(_collection(training), 9)) == [text]
+    assert list(captions_of(open_collection(training), 9)) == [text]
     for captions, wanted in (("one", [text]), ("lines", text.splitlines())):
         texts = SampleTexts(lines=captions == "lines")
         loader = small_loader(str(data), tokenizer, dataset_type=training.dataset_type, texts=texts)

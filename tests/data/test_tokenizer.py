@@ -150,7 +150,7 @@ def test_the_command_learns_from_shards_and_from_tables(tmp_path, capsys):
     (tmp_path / "x.jpg").write_bytes(b"")
     table.write_text("\n".join(["title;filepath", *(f"{caption};x.jpg" for caption in captions)]))
     assert sorted(captions_of(TableReader(str(table), columns=TableColumns(";")), 1000)) == sorted(captions)
-    as_table = ["--dataset-type", "csv", "--csv-separator", ";"]
+    as_table = ["--csv-separator", ";"]
 
     def run(data, out, *options) -> str:
         of_model = ["--vocab-size", "30", "--model-type", "bpe", "--out", str(out)]
@@ -164,7 +164,7 @@ def test_the_command_learns_from_shards_and_from_tables(tmp_path, capsys):
     for data, to, options, message in (
         (folder, tmp_path, [], "name a file in a folder that can be written to"),
         (folder, f"{out}/x.model", [], "name a file in a folder that can be written to"),  # below a file
-        (table, out, [], "there are none (--text-key, --json-text-key; --dataset-type csv"),
+        (table, out, [], "--csv-separator (now"),
         (no_caption, out, as_table, "there are none (--text-key"),
     ):
         with pytest.raises(SystemExit):

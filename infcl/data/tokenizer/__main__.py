@@ -4,12 +4,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from infcl.config import OneLineParser
+from infcl.config import OneLineParser, TrainConfig
 from infcl.config.redaction import redact_output
-from infcl.data.index import DEFAULT_KEYS, SampleKeys
-from infcl.data.records import ShardReader
-from infcl.data.shards import load_manifest
-from infcl.data.table import TableReader, add_column_flags, columns_of
+from infcl.data.index import DEFAULT_KEYS
+from infcl.data.loader import open_collection
+from infcl.data.table import add_column_flags
 from infcl.data.tokenizer import Tokenizer
 from infcl.data.tokenizer.learn import captions_of, train_tokenizer
 
@@ -19,7 +18,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m infcl.data.tokenizer", description="Learn a tokenizer from shards.")
     parser.add_argument("command", choices=["train"])
     parser.add_argument("--train-data", required=True, help="tars, braces, a '::' list, a glob or a folder; tables")
-    parser.add_argument("--dataset-type", choices=["webdataset", "csv"], default="webdataset")
     add_column_flags(parser)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--out", required=True, help="the model file to write")
@@ -29,18 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text-key", default=DEFAULT_KEYS.text, help="caption extensions, split by ';'")
     parser.add_argument("--json-text-key", help="captions from this key of the json member ('a;b': the first found)")
     args = parser.parse_args(arguments)
-    keys = SampleKeys(text=args.text_key, json_text=args.json_text_key)
     folder = next(path for path in Path(args.out).absolute().parents if path.exists())
     # checked first: reading may take an hour
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.out).is_dir():
         parser.error(f"--out {args.out}: name a file in a folder that can be written to")
     try:
-        reader: TableReader | ShardReader
-        if args.dataset_type == "csv":
-            reader = TableReader(args.train_data, columns=columns_of(args))
-        else:
-            reader = ShardReader(load_manifest(args.train_data, keys=keys), keys)
-        captions = captions_of(reader, args.max_captions)
+        of_data = {name: value for name, value in vars(args).items() if name.startswith(("csv_", "text_key", "json_"))}
+        captions = captions_of(open_collection(TrainConfig(train_data=args.train_data, **of_data)), args.max_captions)
         train_tokenizer(captions, args.out, args.vocab_size, args.model_type, byte_fallback=args.byte_fallback)
     except ValueError as error:
         parser.error(str(error))

@@ -54,7 +54,7 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        why = str(error).rpartition("] ")[2] or "there are none (--text-key, --json-text-key; --dataset-type csv)"
+        why = str(error).rpartition("] ")[2] or "there are none (--text-key, --json-text-key)"
         raise ValueError(f"no tokenizer of {vocab_size} pieces from these captions: {why}") from error
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
