@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -15,23 +14,13 @@ from infcl.config.json_file import read_record
 from infcl.config.words import reason
 from infcl.convert.export import export_model
 from infcl.data.tokenizer.source import stored_tokenizer
-from infcl.models.config import CLIPConfig, load_any_config
+from infcl.models.config import CLIPConfig
 from infcl.parallel import from_first_rank, gather_objects
 from infcl.report import draw_loss_curve, summary_table
 
 
-def oddities(config: TrainConfig, vocab_size: int, embed_dim: int) -> Iterator[str]:
-    """Yield warnings about flags that may not do what the user means, for a new run.
-
-    Args:
-        vocab_size, embed_dim: token embeddings of the trained model, and the width of its features.
-    """
-    own = load_any_config(config.model).text_cfg.vocab_size
-    if vocab_size != own and not Path(config.model).exists():  # nobody has released weights of the user's own model
-        yield (
-            f"--model {config.model} has {own} token embeddings; this --tokenizer makes them {vocab_size}, "
-            "so released weights of its text tower do not fit"
-        )
+def oddities(config: TrainConfig, embed_dim: int) -> Iterator[str]:
+    """Yield warnings about flags that may not do what the user means, for a new run. `embed_dim`: of the model."""
     for part in ("image", "text"):
         if getattr(config, f"lock_{part}") and not (config.pretrained or getattr(config, f"pretrained_{part}")):
             yield (

@@ -445,8 +445,7 @@ class Trainer:
             lines.append(describe_patches())
         lines += filter(None, [self.batch.smaller_than_asked(config), schedule.oddity()])
         if self.step == 0:  # a resumed run has its weights from a checkpoint, and has reported this before
-            cfg = self.model_config
-            lines += [*self.sources_of_weights, *oddities(config, cfg.text_cfg.vocab_size, cfg.embed_dim)]
+            lines += [*self.sources_of_weights, *oddities(config, self.model_config.embed_dim)]
         for line in lines:
             self.metrics.say(line)
 
