@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from infcl.models import CLIP, forward_flops, list_models, load_any_config, load_model_config
 from infcl.models.config import parse_model_config
 from infcl.models.open_clip_config import check_sizes, open_clip_folder
-from infcl.models.preprocess import IMAGE_MEAN, IMAGE_STD, normalize_pixels
+from infcl.models.preprocess import CLIP_PREPROCESS, IMAGE_MEAN, IMAGE_STD, Preprocess, normalize_pixels
 from infcl.models.vision import drop_patches, patch_rows, patches_times
 from tests.lib.loss_oracle import relative_error
 from tests.lib.ranks import run_ranks
@@ -317,9 +317,13 @@ def test_the_configs_of_open_clip_are_within_the_bounds():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_patches_are_the_pixels_normalised_in_their_order(dtype):
+@pytest.mark.parametrize("like", [CLIP_PREPROCESS, Preprocess(mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))])
+def test_rows_of_patches_are_the_pixels_normalised_in_their_order(dtype, like):
     pixels = torch.randint(256, (3, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    rows, normal = patch_rows(pixels, 14, dtype), normalize_pixels(pixels).to(dtype)
+    rows, normal = patch_rows(pixels, 14, dtype, like), normalize_pixels(pixels, like).to(dtype)
+    weight = torch.randn(48, 3, 14, 14).to(dtype)
+    expected = torch.nn.functional.linear(rows[..., :588], weight.flatten(1))
+    torch.testing.assert_close(patches_times(pixels, weight, like), expected)
     assert rows.shape == (3, 4, 592) and rows.dtype == dtype and not rows[..., 588:].any()
     for patch, (y, x) in enumerate([(0, 0), (0, 14), (14, 0), (14, 14)]):
         wanted = normal[:, :, y : y + 14, x : x + 14].flatten(1)
