@@ -79,6 +79,8 @@ def read_source(
     def is_wanted(origin: IconSet) -> bool:
         return (licences is None or origin.license in licences) and (not only or origin.prefix in only)
 
+    if not source.exists():
+        raise ValueError(f"{source}: no such file or folder")
     if source.is_file():
         sets, icons = load_icons(source)
     else:

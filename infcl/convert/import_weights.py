@@ -53,7 +53,7 @@ def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None
         ValueError: `path` has no weights, no average, or a file that is no state dict or would run code when loaded.
     """
     source, path = str(path), Path(path)
-    is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
+    is_run = _is_run(path)
     if ema is not None and not is_run:
         raise ValueError(f"{path} is not a run or checkpoint of this trainer: it has no averaged weights")
     if model is not None and source.startswith(PREFIX):
@@ -75,6 +75,20 @@ def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
     preprocess = parse_preprocess(_preprocessing(path), str(path))
     return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), preprocess)
+
+
+def are_averaged(path: str | Path) -> bool | None:
+    """Return whether the weights that `read_weights` takes by default are averages; None for no run or checkpoint."""
+    if not _is_run(Path(path)):
+        return None
+    from infcl.checkpoint.load import is_averaged, newest_intact
+
+    return is_averaged(newest_intact(Path(path))[1])
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether a path is a run or a checkpoint of this trainer."""
+    return (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
 
 
 def config_of(weights: Weights, source: str | Path, model: str | None) -> ModelConfig:

@@ -18,6 +18,7 @@ import torch
 from infcl.checkpoint.run_folder import run_of
 from infcl.config import CAPTIONS, LOSS_NAMES, OneLineParser, TrainConfig, aligned, counted
 from infcl.config.redaction import redact_output, redacted
+from infcl.convert.import_weights import are_averaged
 from infcl.data.evaluation import RESIZES, EvalConfig
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -74,7 +75,8 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
-    named = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
+    ema = are_averaged(args.checkpoint) if args.ema is None else args.ema
+    named = {"model": args.model, "tokenizer": args.tokenizer, "ema": ema}
     clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **named)
     run = run_of(Path(args.checkpoint))
     flags = TrainConfig() if run is None else run.config()
@@ -84,7 +86,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     config = EvalConfig.of(dataclasses.replace(flags, **given), args.data, clip.cfg, resize=args.image_resize)
     widths = flags.matryoshka_widths if args.widths is None else args.widths
     if widths:
-        check_widths(widths, dim=clip.cfg.embed_dim)
+        check_widths(widths, dim=clip.cfg.embed_dim, name="--widths")
     common = {"tokenizer": tokenizer, "batch_size": args.batch_size, "widths": widths}
     if args.task == "zeroshot":
         files = {name: getattr(args, f"zeroshot_{name}") for name in ("classnames", "templates", "classes")}
@@ -101,7 +103,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     metrics = task.run(encoder(clip, args.precision), parallel)
     seconds = round(time.perf_counter() - started, 2)
     about = {"checkpoint": str(args.checkpoint), "task": args.task, "data": args.data, "precision": args.precision}
-    about |= {} if args.ema is None else {"ema": args.ema}
+    about |= {} if ema is None else {"ema": ema}
     about |= {**task.about, "image_resize": args.image_resize, "world_size": parallel.world_size, "seconds": seconds}
     return about | {"metrics": metrics}
 

@@ -90,7 +90,7 @@ def distillation_loss(
         invalid = "" if fits else f"distillation: the teacher has {counts}"
         given = rows.detach(), columns.detach()
         set_up("distillation's teacher", *given, group, options, sizes=("images", "texts"), invalid=invalid)
-        teacher = *given, scalar_like(image_features, scale).detach()
+        teacher = *given, scalar_like(image_features, scale, "teacher_scale").detach()
         losses.append(weight * _Distillation.apply(*student, *teacher, setup))
     return torch.stack(losses).sum()
 

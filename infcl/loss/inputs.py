@@ -207,7 +207,7 @@ def rounded_to_tf32(features: Tensor) -> Tensor:
     return torch.where(features.abs() < _TF32_ROUNDS_BELOW, rounded, features, out=rounded)
 
 
-def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
+def scalar_like(features: Tensor, value: Tensor | float, name: str = "logit_scale") -> Tensor:
     """Convert a float or one-element tensor to a 0-dim tensor on the features' device, float32 or wider.
 
     Differentiable. Tensor values are not checked, because the host would wait for the GPU.
@@ -220,14 +220,12 @@ def scalar_like(features: Tensor, value: Tensor | float) -> Tensor:
     if not isinstance(value, Tensor):
         if not abs(float(value)) <= _LARGEST_SCALE:  # NaN too
             raise ValueError(
-                f"logit_scale or logit_bias is {float(value):g}: it multiplies cosines (CLIP: exp of the learned "
-                f"parameter, at most 100), so a finite number up to {_LARGEST_SCALE:g} is expected"
+                f"{name} is {float(value):g}: a finite number up to {_LARGEST_SCALE:g} is expected (CLIP's factor of "
+                "the cosines is exp of the learned parameter, at most 100)"
             )
         return torch.full((), float(value), dtype=dtype, device=features.device)
     if value.numel() != 1:
-        raise ValueError(
-            f"logit_scale and logit_bias are a float or a tensor of one element, not of shape {tuple(value.shape)}"
-        )
+        raise ValueError(f"{name} is a float or a tensor of one element, not of shape {tuple(value.shape)}")
     return value.reshape(()).to(device=features.device, dtype=dtype)
 
 

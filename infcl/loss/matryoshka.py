@@ -59,15 +59,22 @@ def prefix(features: Tensor, width: int) -> Tensor:
     return F.normalize(wide, dim=1).to(features.dtype)
 
 
-def check_widths(widths: Sequence[int], weights: Sequence[float] | None = None, dim: int | None = None) -> None:
-    """Raise ValueError unless the widths ascend from 1 up to `dim`, and each has a weight."""
-    listed = " ".join(map(str, widths))
+def check_widths(
+    widths: Sequence[int],
+    weights: Sequence[float] | None = None,
+    dim: int | None = None,
+    *,
+    name: str = "matryoshka widths",
+) -> None:
+    """Raise ValueError, in which the widths are called `name`, unless they ascend from 1 to `dim` and have weights."""
+    listed = f"{name} {' '.join(map(str, widths))}"
     if not widths or widths[0] < 1 or any(low >= high for low, high in zip(widths, widths[1:])):
-        raise ValueError(f"matryoshka widths {listed} must ascend, from 1 on")
+        raise ValueError(f"{listed} must ascend, from 1 on")
     if dim is not None and widths[-1] > dim:
-        raise ValueError(f"matryoshka width {widths[-1]} is above the {dim} dimensions of the features")
+        raise ValueError(f"{listed}: {widths[-1]} is above the {dim} dimensions of the features")
     if weights is None:
         return
     if len(weights) != len(widths) or not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         shown = " ".join(f"{weight:g}" for weight in weights)
-        raise ValueError(f"matryoshka weights {shown} do not fit the widths {listed}: one of at least 0 for each")
+        called = name.replace("widths", "weights")
+        raise ValueError(f"{called} {shown} do not fit {listed}: one of at least 0 for each, not all of them 0")

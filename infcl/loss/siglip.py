@@ -63,8 +63,8 @@ def siglip_loss(
     setup = set_up(
         "siglip", image_features, text_features, group, options, ids=ids, duplicates=duplicates, margin=margin
     )
-    scalars = [scalar_like(image_features, scalar) for scalar in (logit_scale, logit_bias)]
-    return _SigLip.apply(image_features, text_features, *scalars, setup)
+    scale, bias = scalar_like(image_features, logit_scale), scalar_like(image_features, logit_bias, "logit_bias")
+    return _SigLip.apply(image_features, text_features, scale, bias, setup)
 
 
 class _SigLip(torch.autograd.Function):

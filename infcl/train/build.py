@@ -119,7 +119,8 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
     model_config = model_config.with_preprocess(preprocess)
     model_config.check_divides(config.tensor_parallel_size)
     if config.matryoshka_widths:
-        check_widths(config.matryoshka_widths, config.matryoshka_weights or None, dim=model_config.embed_dim)
+        widths, weights = config.matryoshka_widths, config.matryoshka_weights or None
+        check_widths(widths, weights, model_config.embed_dim, name="--matryoshka-widths")
     tokenizer = None
     if config.tokenizer is not None:
         source = find_tokenizer(config.tokenizer, model_config)

@@ -84,8 +84,15 @@ def test_the_trainer_updates_the_average_once_per_step(averaged_run):
     assert len(steps) == 3
 
 
+def evaluation_command(rank, world_size, arguments):
+    import infcl.evaluate.__main__ as module
+
+    module.destroy_parallel = lambda *_: None  # the test's processes continue
+    return module.main(arguments)
+
+
 def test_the_average_is_evaluated_and_exported(averaged_run, tmp_path):
-    _, run = averaged_run
+    config, run = averaged_run
     average, weights = (consolidated_state_dict(run.root, ema=ema) for ema in (True, False))
     assert not torch.equal(average["visual.proj"], weights["visual.proj"])
     exported, _ = load_exported(run.export)
@@ -96,6 +103,11 @@ def test_the_average_is_evaluated_and_exported(averaged_run, tmp_path):
         assert torch.equal(read_weights(out).state["visual.proj"], wanted["visual.proj"])
     evaluated, _ = load_model(run.root, device=torch.device("cpu"))
     assert torch.equal(evaluated.visual.proj, average["visual.proj"])
+    given = ["--task", "retrieval", "--data", config.val_data, "--device", "cpu", "--out", str(tmp_path / "rows")]
+    for checkpoint, flags in ((run.root, []), (run.root, ["--no-ema"]), (run.export, [])):
+        assert run_ranks(evaluation_command, 1, [*given, "--checkpoint", str(checkpoint), *flags]) == [0]
+    recorded = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row.get("ema") for row in recorded] == [True, False, None], "which weights of a run were evaluated"
     assert "moving average" in (tmp_path / "out0" / "README.md").read_text()
 
 

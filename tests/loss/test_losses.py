@@ -300,6 +300,7 @@ def test_double_backward_says_that_it_is_not_supported():
 ROWS, IMAGES, TEXTS = torch.eye(5, 8), *features("random", 5, 24)
 TWO = torch.tensor([0, 1])
 QUERIES, DOCUMENTS = torch.ones(2, 8), torch.ones(3, 8)
+TEACHER = {"teacher_image_features": IMAGES, "teacher_text_features": TEXTS, "teacher_scale": 1.0}
 MASK, IDS_MUST = {"duplicates": "mask"}, r"ids must be int64 \[5\], one per row; got "
 
 
@@ -322,7 +323,9 @@ def _with(**options):
         (_with(ring="two"), (IMAGES, TEXTS, 1.0), {}, "unknown ring 'two'"),  # of one rank as of several
         (_with(tile="triton"), (IMAGES, TEXTS, 1.0), {}, "needs features on a GPU, not on cpu"),
         (inf_cl_loss, (IMAGES, TEXTS, 1.6e6), {}, "expected"),  # exp of what is the scale already
-        (inf_cl_loss, (IMAGES, TEXTS, math.nan), {}, "expected"),
+        (inf_cl_loss, (IMAGES, TEXTS, math.nan), {}, "^logit_scale is nan: a finite number"),
+        (siglip_loss, (IMAGES, TEXTS, 1.0, math.inf), {}, "^logit_bias is inf: a finite number"),
+        (distillation_loss, (IMAGES, TEXTS, 1.0), TEACHER | {"teacher_scale": 1e5}, "^teacher_scale is 100000: a"),
         (info_nce_loss, (QUERIES, DOCUMENTS, torch.tensor([1, 3]), 1.0), {}, r"1\.\.3; .* documents are 0\.\.2"),
         (info_nce_loss, (QUERIES, DOCUMENTS, torch.arange(3), 1.0), {}, r"\[2\]; got \(3,\)"),
         (info_nce_loss, (QUERIES, torch.ones(3, 9), TWO, 1.0), {}, r"\(2, 8\), \(3, 9\)"),
@@ -332,11 +335,11 @@ def _with(**options):
         (captions_loss, (IMAGES, TEXTS, 1.0), MASK, r"'mask' needs ids \[5\]"),
         (inf_cl_loss, (ROWS, ROWS, 1.0), MASK, "'mask' needs ids"),
         (inf_cl_loss, (ROWS, ROWS, 1.0), {"margin": 2.5}, "margin 2.5 is a difference of two cosines, between -2 and"),
-        (matryoshka(inf_cl_loss, [2, 9]), (ROWS, ROWS, 1.0), {}, "width 9 is above the 8 dimensions"),
+        (matryoshka(inf_cl_loss, [2, 9]), (ROWS, ROWS, 1.0), {}, "matryoshka widths 2 9: 9 is above the 8 dimensions"),
         (matryoshka, (inf_cl_loss, [4, 4]), {}, "widths 4 4 must ascend"),
-        (matryoshka, (inf_cl_loss, [4, 8], [1, -1]), {}, "weights 1 -1 do not fit the widths 4 8"),
-        (matryoshka, (inf_cl_loss, [4, 8], [1, math.nan]), {}, "weights 1 nan do not fit the widths 4 8"),
-        (matryoshka, (inf_cl_loss, [4, 8], [math.inf, 1]), {}, "weights inf 1 do not fit the widths 4 8"),
+        (matryoshka, (inf_cl_loss, [4, 8], [1, -1]), {}, "matryoshka weights 1 -1 do not fit matryoshka widths 4 8"),
+        (matryoshka, (inf_cl_loss, [4, 8], [1, math.nan]), {}, "weights 1 nan do not fit matryoshka widths 4 8"),
+        (matryoshka, (inf_cl_loss, [4, 8], [math.inf, 1]), {}, "weights inf 1 do not fit matryoshka widths 4 8"),
         (matryoshka, ([inf_cl_loss], [4, 8]), {}, "matryoshka: 1 losses for 2 widths"),
         (siglip_loss, (ROWS, ROWS, 1.0, 0.0), {"duplicates": "none"}, "duplicates is one of .*, not 'none'"),
         (siglip_loss, (ROWS, ROWS, 1.0, 0.0), MASK | {"ids": torch.arange(4)}, IDS_MUST + r"\(4,\) torch.int64"),

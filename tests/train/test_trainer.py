@@ -176,7 +176,11 @@ def test_a_resume_into_epochs_of_another_length_is_rejected(demo_folder, tmp_pat
     ("changes", "message"),
     [
         ({"model": "ViT-Z-99"}, "no model 'ViT-Z-99'"),
-        ({"matryoshka_widths": [8, 65]}, "matryoshka width 65 is above the 64 dimensions"),
+        ({"matryoshka_widths": [8, 65]}, "--matryoshka-widths 8 65: 65 is above the 64 dimensions"),
+        (
+            {"matryoshka_widths": [8, 16], "matryoshka_weights": [1.0]},
+            "--matryoshka-weights 1 do not fit --matryoshka-widths 8 16",
+        ),
         ({"resume": "/no/such/checkpoint"}, "no checkpoint of this trainer (there is no such folder)"),
         ({"logs": "/dev/null/runs"}, "/dev/null/runs/run cannot be written (Not a directory)"),
     ],
