@@ -18,6 +18,7 @@ SIZE = 64
 FREE = ("MIT", "Apache-2.0", "CC0-1.0", "ISC")  # weights may be trained on these without further duties
 ATTRIBUTION = ("CC-BY-4.0", "OFL-1.1", "MPL-2.0", "BSD-3-Clause", "Unlicense")
 MAX_BODY = 3000  # characters of SVG; the longer 5% are drawings that 64 pixels do not show
+_DAMAGED = (lzma.LZMAError, EOFError, StopIteration, LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError)
 
 
 class IconSet(NamedTuple):
@@ -73,7 +74,7 @@ def read_source(
         The sets by their prefix, and the icons in the order of the source.
 
     Raises:
-        ValueError: the source is no such package.
+        ValueError: the source is no such package, is damaged, or has no icons that are wanted.
     """
 
     def is_wanted(origin: IconSet) -> bool:
@@ -81,15 +82,18 @@ def read_source(
 
     if not source.exists():
         raise ValueError(f"{source}: no such file or folder")
-    if source.is_file():
-        sets, icons = load_icons(source)
-    else:
-        keywords = emoji_keywords(emoji) if emoji else {}
-        sets, icons = {}, []
-        for origin, path in _packages(source):
-            sets[origin.prefix] = origin
-            if is_wanted(origin):
-                icons += _icons_of(origin.prefix, json.loads(path.read_text(encoding="utf-8")), keywords)
+    try:
+        if source.is_file():
+            sets, icons = load_icons(source)
+        else:
+            keywords = emoji_keywords(emoji) if emoji else {}
+            sets, icons = {}, []
+            for origin, path in _packages(source):
+                sets[origin.prefix] = origin
+                if is_wanted(origin):
+                    icons += _icons_of(origin.prefix, json.loads(path.read_text(encoding="utf-8")), keywords)
+    except _DAMAGED as error:
+        raise ValueError(f"{source} is damaged, or has another content: {type(error).__name__}: {error}") from error
     chosen = {prefix: origin for prefix, origin in sets.items() if is_wanted(origin)}
     if not (icons := [icon for icon in icons if icon.prefix in chosen and len(icon.body) < max_body]):
         raise ValueError(f"{source}: no icons{' of ' + ', '.join(only) if only else ''} that may be used")

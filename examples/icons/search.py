@@ -46,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if (args.query is None) == (args.image is None):
         parser.error("give either words or --image")
+    if args.best < 1:
+        parser.error(f"--best {args.best} must be greater than 0")
     try:
         search(args)
-    except (OSError, ValueError, BadSample) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"search.py: {error}")
 
 
@@ -62,15 +64,16 @@ def search(args: argparse.Namespace) -> None:
     clip, tokenize = load_model(args.model, device=torch.device("cpu"))
     encoder = Encoder(clip, tokenize)
     icons, features = embedded(icons, encoder, args.cache)
+    drawing = b"" if args.image is None else picture(args.image)
     encoder.text("warm up")  # the first forward allocates
     started = time.perf_counter()
-    query = encoder.text(args.query) if args.image is None else encoder.images([picture(args.image)])[0]
+    query = encoder.text(args.query) if args.image is None else encoder.images([drawing])[0]
     scores = features @ query
     order = np.argsort(-scores)[: args.best].tolist()
     milliseconds = 1000 * (time.perf_counter() - started)
     for place, i in enumerate(order, 1):
         print(f"{place:>3}  {scores[i]:.3f}  {icons[i].prefix}:{icons[i].name}")
-    title = args.query or args.image.name
+    title = args.query if args.image is None else args.image.name
     args.page.write_text(page(title, [(icons[i], sets[icons[i].prefix], float(scores[i])) for i in order], len(icons)))
     print(f"{len(icons):,} icons searched in {milliseconds:.0f} ms; {args.page}")
 
@@ -136,12 +139,17 @@ def embedded(icons: list[Icon], encoder: Encoder, cache: Path) -> tuple[list[Ico
 
 
 def picture(path: Path) -> bytes:
-    """Return an image file's bytes; an SVG is rendered as the icons are."""
+    """Return an image file's bytes; an SVG is rendered as the icons are. Raises ValueError for what is no image."""
     data = path.read_bytes()
-    if path.suffix.lower() != ".svg":
-        return data
-    if (jpeg := render_svg(data.decode())) is None:
-        raise ValueError(f"{path}: nothing is visible in it")
+    try:
+        if path.suffix.lower() != ".svg":
+            decode_image(data)
+            return data
+        jpeg = render_svg(data.decode())
+    except (BadSample, UnicodeDecodeError) as error:
+        raise ValueError(f"--image {path}: {error}") from error
+    if jpeg is None:
+        raise ValueError(f"--image {path}: it is no SVG, or nothing is visible in it")
     return jpeg
 
 

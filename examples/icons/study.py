@@ -155,6 +155,11 @@ class Study:
                         if name not in self.rows:
                             self.busy[name] = ready
                             return ready, name
+                        for key in ("start", "teacher"):  # only their batches are in the name
+                            wanted, there = (ready[key] or {"name": ""})["name"], self.rows[name].get(key) or ""
+                            if wanted != there:
+                                self.failed[name] = f"{key} is {wanted or 'none'}, the run of this name had {there}"
+                                print(f"left out {name}: {self.failed[name]}", flush=True)
                 if not self.busy and len(self.pending) == before:
                     return None  # what is left depends on runs that failed
                 self.changed.wait(timeout=1.0)

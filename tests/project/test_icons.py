@@ -3,6 +3,7 @@
 import html
 import importlib
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -151,6 +152,53 @@ def test_a_study_takes_relative_folders_and_exits_with_1_if_a_run_failed(icons, 
     with pytest.raises(SystemExit, match="1"):
         study.main(["plan.json", "--data", "data", "--logs", "runs", "--gpus", "0", "--commit", "x"])
     assert "exit code 1: data: ['shards']" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content", [b"no xz", lzma.compress(b""), lzma.compress(b'[["a", "b"]]\n'), lzma.compress(b"[]")[:9], None]
+)
+def test_a_source_that_is_damaged_is_one_line_with_its_name(icons, tmp_path, content):
+    source = tmp_path / "source"
+    if content is None:
+        source.mkdir()
+        for name in ("icons.json", "info.json"):
+            (source / name).write_text("{}")
+    else:
+        source.write_bytes(content)
+    with pytest.raises(ValueError, match="^.*/source is damaged, or has another content: .*$"):
+        icons["icons"].read_source(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.svg", b"<svg>"), ("a.svg", b"\xff<svg/>"), ("a.svg", b""), ("a.png", b"<svg/>"), ("a.png", b"")],
+)
+def test_a_picture_that_cannot_be_searched_is_one_line_with_its_name(icons, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^--image .*/{name}: .+$"):
+        icons["search"].picture(tmp_path / name)
+
+
+def test_a_study_reports_runs_of_one_name_that_start_from_different_runs(icons, tmp_path, monkeypatch, capsys):
+    """The second one is no repetition of the first: it must not be skipped in silence."""
+    study, logs = icons["study"], tmp_path / "runs"
+    starts = [{"batch": 8, "lr": lr, "samples": 16} for lr in (0.1, 0.2)]
+    plan = [{"batch": 16, "lr": 0.1, "samples": 16, "start": start} for start in starts]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    for start in starts:
+        (logs / study.name_of(study.DEFAULTS | start)).mkdir(parents=True)
+        (logs / study.name_of(study.DEFAULTS | start) / "summary.json").touch()
+
+    def record(self, run, name, slot):
+        self.rows[name] = {"name": name, "start": run["start"]["name"], "teacher": ""}
+
+    monkeypatch.setattr(study, "HeldOut", lambda data: None)
+    monkeypatch.setattr(study.Study, "_train", lambda *_: True)
+    monkeypatch.setattr(study.Study, "_record", record)
+    with pytest.raises(SystemExit, match="1"):
+        study.main([str(tmp_path / "plan.json"), "--logs", str(logs), "--gpus", "0", "--commit", "x"])
+    names = [study.name_of(study.DEFAULTS | start) for start in starts]
+    assert f"start is {names[1]}, the run of this name had {names[0]}" in capsys.readouterr().out
 
 
 def test_a_table_keeps_models_apart(icons, tmp_path, capsys):
