@@ -59,12 +59,15 @@ def decode_captions(
 
 
 def decode_text(raw: bytes | str, max_bytes: int, notes: list[str]) -> str:
-    """Decode UTF-8, cut after `max_bytes`; append to `notes` what was changed. A lone surrogate of JSON becomes '?'."""
+    """Decode UTF-8, cut after `max_bytes`; append to `notes` what was changed. A lone surrogate of JSON becomes '?'.
+
+    Some editors write a byte order mark first, which is left out.
+    """
     raw = raw.encode("utf-8", "replace") if isinstance(raw, str) else raw
     if len(raw) > max_bytes:
         notes.append("caption_cut")
     # an incremental decoder drops a character that the cut splits, instead of replacing it
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
     text = decoder.decode(raw[:max_bytes], final=len(raw) <= max_bytes)
     if "\ufffd" in text:
         notes.append("caption_not_utf8")

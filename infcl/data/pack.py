@@ -22,7 +22,8 @@ from infcl.data.index import DEFAULT_KEYS
 from infcl.data.plan import random_order
 from infcl.data.records import Record
 from infcl.data.shards import main as index
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, add_column_flags, columns_of
+from infcl.data.storage import ShardFault
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, add_column_flags, columns_of, read_image
 
 _SUFFIX_OF = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}  # first bytes -> extension
 assert set(_SUFFIX_OF.values()) <= set(DEFAULT_KEYS.image.split(";"))
@@ -51,10 +52,12 @@ def pack(
     if any(folder.glob("*.tar")):
         raise ValueError(f"{folder} has shards already: give another folder")
     if os.path.isdir(source):
+        if_empty = "an image has a .txt or .json of the same name"
         files = sorted(path for path in Path(source).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
         records = (_record_of(files[i]) for i in random_order(len(files), 0, 0).tolist())
     else:
         reader = TableReader(str(source), columns=columns)
+        if_empty = reader.if_empty
         skipped.update(reader.found)
         order = random_order(int(reader.counts.sum()), 0, 0)
         records = (reader.read(np.array([row]))[0] for row in order.tolist())
@@ -64,8 +67,8 @@ def pack(
         some = chain([first], islice(usable, per_shard - 1))
         counts.append(write_shard(folder / f"{len(counts):05d}.tar", some))
     if not counts:
-        causes = ", ".join(f"{cause}: {count}" for cause, count in skipped.items()) or "it has no images"
-        raise ValueError(f"{source}: no sample can be packed ({causes})")
+        causes = ", ".join(f"{_cause(name)}: {count}" for name, count in skipped.items()) or "it has no images"
+        raise ValueError(f"{source}: no sample can be packed ({causes}); {if_empty}")
     return counts, skipped
 
 
@@ -91,10 +94,18 @@ def write_shard(path: str | os.PathLike, samples: Iterable[Mapping[str, bytes]])
 
 
 def _record_of(image: Path) -> Record:
-    """Return the bytes of an image and of the files with its name."""
+    """Return the bytes of an image and of the files with its name; a fault if they cannot be read."""
     others = (image.with_suffix(suffix) for suffix in (".txt", ".json"))
-    text, json = (other.read_bytes() if other.is_file() else None for other in others)
-    return Record(image.read_bytes(), text, json, str(image))
+    try:
+        text, json = (read_image(str(other)) if other.is_file() else None for other in others)
+        return Record(read_image(str(image)), text, json, str(image))
+    except ShardFault as fault:
+        return Record(None, None, None, str(image), fault=fault)
+
+
+def _cause(name: str) -> str:
+    """Return a counter's name without its prefix."""
+    return name.removeprefix("index/")
 
 
 def _usable(records: Iterable[Record], skipped: Counter[str]) -> Iterator[dict[str, bytes]]:
@@ -135,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     print(f"{args.out}: {sum(shards):,} samples in {counted(len(shards), 'shard')}")
     for cause, count in sorted(skipped.items()):
-        print(f"  left out, {cause.removeprefix('index/')}: {count}")
+        print(f"  left out, {_cause(cause)}: {count}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ def test_a_text_else_the_entries_of_the_first_json_key_with_text_are_captions(tm
 
     assert of(b"a cat\r\n\n?!\na dog\n") == ["a cat\r\n\n?!\na dog\n"]
     assert of(b"a cat\r\n\n?!\na dog\n", lines=True) == ["a cat", "a dog"]
+    assert of("\ufeffa cat\na dog".encode(), lines=True) == ["a cat", "a dog"]
     assert of(b"a text", {"caption": "b"}) == ["a text"] and of(None, {"caption": ["a", " ", 3, "b"]}) == ["a", "b"]
     keys = SampleKeys(json_text="long;short")
     assert of(b"x", {"long": "a", "short": "b"}, keys) == ["a"]
