@@ -87,6 +87,14 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--distill-model", "ViT-B-16", "--distill-pretrained", "infcl"], "infcl: .*given as --distill-model alone"),
         (["--distill-model", "infcl"], "--dataset-type synthetic has no captions for --distill-model"),
         (["--teacher-key", "t:0"], "--teacher-key t:0: give NAME:N"),
+        (
+            ["--teacher-key", "t:8", "--dataset-type", "csv", "--train-data", "infcl"],
+            "no members for --teacher-key: it needs shards",
+        ),
+        (
+            ["--train-data-upsampling-factors", "1::2", "--dataset-type", "streaming", "--train-data", "a::b"],
+            "upsampling-factors needs --dataset-type webdataset, not streaming",
+        ),
         (["--teacher-scale", "9"], "--teacher-scale and --distill-weight need a teacher"),
         (["--teacher-scale", "20000"], r"--teacher-scale 20000.0 must lie in \(0, 10000\]: it multiplies cosines"),
         (["--batch-size", "auto"], "--batch-size auto needs --global-batch-size"),
