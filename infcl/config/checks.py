@@ -73,8 +73,15 @@ def parse_factors(text: str | None) -> list[float] | None:
 def _bounds(config: TrainConfig) -> Iterator[str]:
     for field in dataclasses.fields(config):
         name, value, bounds = option_of(field.name), getattr(config, field.name), field.metadata["bounds"]
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{name} {value} must be a finite number"
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            if isinstance(part, float) and not math.isfinite(part):
+                yield f"{name} {part} must be a finite number"
+        choices, count = (field.metadata["argparse"].get(key) for key in ("choices", "nargs"))
+        if choices and value not in (*choices, None):  # --config's values do not pass argparse's checks
+            yield f"{name} {value}: give one of {', '.join(choices)}"
+        if isinstance(count, int) and len(parts) not in (0, count):
+            yield f"{name} {' '.join(map(str, parts))} must be {count} numbers"
         if bounds is None or value is None:
             continue
         holds, words = BOUNDS[bounds]

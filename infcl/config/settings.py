@@ -105,8 +105,8 @@ class TrainConfig:
     json_text_key: str | None = _data(
         None, "take captions from this key of the json member ('a;b': the first key that has text)"
     )
-    json_text_key_probs: list = _data(
-        [], "weights by which the order of the --json-text-key keys is drawn", nargs="*", metavar="P", type=float
+    json_text_key_probs: list[float] = _data(
+        [], "weights by which the order of the --json-text-key keys is drawn", nargs="*", metavar="P"
     )
     captions: str = _data(
         "one", "what a txt or a csv cell with several lines is: one caption, or a caption per line", choices=CAPTIONS
@@ -146,8 +146,8 @@ class TrainConfig:
     force_image_size: int | None = _model(None, "override the image size of the model config", "> 0")
     force_context_length: int | None = _model(None, "override the context length of the model config", "> 0")
     force_patch_dropout: float | None = _model(None, "override the patch dropout of the model config", "[0, 1)")
-    image_mean: list = _model([], "pixel mean per channel [preprocess_cfg]", nargs=3, metavar="X", type=float)
-    image_std: list = _model([], "pixel standard deviation [preprocess_cfg]", nargs=3, metavar="X", type=float)
+    image_mean: list[float] = _model([], "pixel mean per channel [preprocess_cfg]", nargs=3)
+    image_std: list[float] = _model([], "pixel standard deviation [preprocess_cfg]", nargs=3)
     image_interpolation: str | None = _model(
         None,
         "interpolation in evaluation [preprocess_cfg]",
@@ -177,19 +177,11 @@ class TrainConfig:
         "leave out negatives whose cosine exceeds that of the row's or column's match by more than this [none]",
         "[-2, 2]",
     )
-    matryoshka_widths: list = _loss(
-        [],
-        "train prefixes of the embeddings of these widths as embeddings too, ascending [none]",
-        nargs="+",
-        metavar="N",
-        type=int,
+    matryoshka_widths: list[int] = _loss(
+        [], "train prefixes of the embeddings of these widths as embeddings too, ascending [none]", nargs="+"
     )
-    matryoshka_weights: list = _loss(
-        [],
-        "weights of the losses at --matryoshka-widths, whose mean is trained [equal]",
-        nargs="+",
-        metavar="X",
-        type=float,
+    matryoshka_weights: list[float] = _loss(
+        [], "weights of the losses at --matryoshka-widths, whose mean is trained [equal]", nargs="+"
     )
 
     distill_model: str | None = _loss(
