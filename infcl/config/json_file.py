@@ -4,6 +4,7 @@ A record is a dataclass or a TypedDict. pydantic compares its keys and types, an
 may be a tuple and an int a float.
 """
 
+import codecs
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +27,7 @@ def read_record(path: Path, kind: type[Record], *, extra: Extra = "allow") -> Re
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1).removeprefix(codecs.BOM_UTF8)  # of Windows' editors
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     return parse_record(data, kind, str(path), extra=extra)

@@ -120,6 +120,7 @@ def test_the_help_has_every_flag_in_its_group(capsys):
         (["--opt", "adafactor", "--tensor-parallel-size", "2"], "needs full matrices"),
         (["--aug-cfg", "crop=1"], "--aug-cfg takes scale, ratio, hflip, color_jitter.*, not crop"),
         (["--aug-cfg", "scale=("], "is not KEY=VALUE"),
+        (["--json-text-key-probs", "1", "nan"], "--json-text-key-probs nan must be a finite number"),
     ],
 )
 def test_a_wrong_flag_is_rejected_with_the_value_and_the_fix(flags, message, monkeypatch):
@@ -243,7 +244,7 @@ def test_every_setting_of_a_config_file_can_be_unset(tmp_path):
     """A flag without a default has a --no-NAME: a switch, or one whose default is not to have it."""
     set_here = {"lock_image": True, "grad_clip_norm": 1.0, "image_mean": [0.5, 0.5, 0.5], "save_every_n_steps": 5}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(set_here))
+    path.write_text(json.dumps(set_here), encoding="utf-8-sig")  # with the mark of Windows' editors
     flags = ["--config", str(path), *SYNTHETIC]
     assert {name: getattr(parse_args(flags), name) for name in set_here} == set_here
     assert parse_args([*flags, *(f"--no-{name.replace('_', '-')}" for name in set_here)]) == parse_args(SYNTHETIC)
@@ -280,13 +281,24 @@ def test_what_open_clip_spells_otherwise_and_launchers_add_is_accepted(monkeypat
     assert config.report_to == "all" and parse_args([*SYNTHETIC, "--report-to", ""]).report_to == "none"
 
 
-def test_an_invalid_config_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="No such"):
-        parse_args(["--config", str(tmp_path / "config.json")])
-    for content, message in (("[]", "the record is"), ("{", "not JSON"), ('{"lrr": 1}', "unknown key 'lrr'")):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "No such"),
+        ("[]", "the record is"),
+        ("{", "not JSON"),
+        ('{"lrr": 1}', "unknown key 'lrr'"),
+        ('{"opt": "sgd"}', "--opt sgd: give one of adamw, "),
+        ('{"image_interpolation": "nearest"}', "--image-interpolation nearest: give one of bicubic, "),
+        ('{"image_mean": [0.5]}', "--image-mean 0.5 must be 3 numbers"),
+        ('{"matryoshka_widths": ["8"]}', "matryoshka_widths.0 is '8'"),
+    ],
+)
+def test_an_invalid_config_is_rejected(content, message, tmp_path):
+    if content:
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ValueError, match=message):
-            parse_args(["--config", str(tmp_path / "config.json")])
+    with pytest.raises(ValueError, match=message):
+        parse_args(["--config", str(tmp_path / "config.json"), *SYNTHETIC])
 
 
 def test_workers_auto_follows_the_cores():
