@@ -397,7 +397,7 @@ def open_regular(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
 
 
 @contextlib.contextmanager
-def open_lines(path: str | os.PathLike, *, encoding: str = "utf-8", errors: str = "strict") -> Iterator[Iterator[str]]:
+def open_lines(path: str | os.PathLike, *, errors: str = "strict") -> Iterator[Iterator[str]]:
     """Open a text file as an iterator of lines. Raises ValueError if it is unreadable or a line exceeds MAX_LINE."""
 
     def bounded(file: TextIO) -> Iterator[str]:
@@ -407,9 +407,10 @@ def open_lines(path: str | os.PathLike, *, encoding: str = "utf-8", errors: str 
             yield line
 
     try:
-        with open(path, encoding=encoding, errors=errors, newline="", opener=open_regular) as file:
+        with open(path, encoding="utf-8-sig", errors=errors, newline="", opener=open_regular) as file:
             yield bounded(file)
     except ShardFault as fault:
         raise ValueError(str(fault)) from fault
     except OSError as error:
-        raise ValueError(f"{os.fspath(path)}: {error.strerror}") from error
+        why = "download it, as it is read from a local file" if is_remote(str(path)) else error.strerror
+        raise ValueError(f"{os.fspath(path)}: {why}") from error

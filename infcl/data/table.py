@@ -178,7 +178,7 @@ def _json_rows(path: str, problems: Counter[str]) -> Iterator[tuple[str, str]]:
     with open_lines(path, errors="surrogateescape") as lines:
         for line in filter(str.strip, lines):
             try:
-                values = json.loads(line.removeprefix("\ufeff"))
+                values = json.loads(line)
             except (ValueError, RecursionError):
                 values = None
             if not isinstance(values, dict):
@@ -200,7 +200,7 @@ def _rows(path: str, columns: TableColumns, problems: Counter[str]) -> Iterator[
     with open_lines(path, errors="surrogateescape") as lines:
         reader = csv.reader((line.replace("\0", "") for line in lines), delimiter=separator, strict=True)
         rows = _well_formed(reader, problems)
-        header = [name.removeprefix("\ufeff") for name in next(rows, [])]
+        header = next(rows, [])
         try:
             image_at, caption_at = header.index(columns.image), header.index(columns.caption)
         except ValueError:
@@ -209,8 +209,8 @@ def _rows(path: str, columns: TableColumns, problems: Counter[str]) -> Iterator[
                 f"set --csv-img-key, --csv-caption-key or --csv-separator (now {separator!r})"
             ) from None
         for row in rows:
-            if len(row) <= max(image_at, caption_at):
-                problems["index/bad_row"] += bool(row)  # an empty line is not a row
+            if len(row) <= max(image_at, caption_at) or any(row[len(header) :]):
+                problems["index/bad_row"] += bool(row)  # an empty line is not a row; more cells: a caption was split
             elif not row[image_at]:
                 problems["index/no_image"] += 1
             else:

@@ -107,6 +107,8 @@ def test_columns_and_separator_can_be_named(table, tmp_path, tokenizer):
         TableReader(str(other), columns=TableColumns("::"))
     with pytest.raises(ValueError, match="No such file"):
         TableReader(str(tmp_path / "none.csv"))
+    with pytest.raises(ValueError, match="http://a/t.csv: download it"):
+        TableReader("http://a/t.csv")
 
 
 @pytest.mark.parametrize(
@@ -139,13 +141,14 @@ def test_a_row_with_any_other_url_is_a_bad_sample_that_runs_nothing_and_shows_no
     [
         (["0", '"5 inch nail', "2", '"quoted" dog', "4", '"two lines,\nof them a://x.jpg\none"', "6"], "0 4 two 6", 3),
         (["0", '"5 inch nail', "2"], "0", 2),  # the quote is never closed
+        (["0", "one\tin two cells", "2\t", "3"], "0 2 3", 1),
         (['"two ""quoted"" words"', '"' + 120_000 * "long ", "2", 120_000 * "long ", "4"], "two 2 4", 2),  # per field
     ],
 )
-def test_a_stray_quote_and_an_endless_field_cost_their_lines_and_are_counted(tmp_path, rows, texts, bad):
-    """Else a caption would be a part of its row's and of the next one's."""
+def test_a_stray_quote_or_separator_and_an_endless_field_cost_their_lines_and_are_counted(tmp_path, rows, texts, bad):
+    """Else a caption would be a part of its row's and of the next one's. The header is as Excel writes it."""
     lines = [f"a://{i}.jpg\t{text}" for i, text in enumerate(rows)]
-    (tmp_path / "t.csv").write_text("\n".join(["filepath\ttitle", *lines]) + "\n")
+    (tmp_path / "t.csv").write_text("\n".join(['\ufeff"filepath"\t"title"', *lines]) + "\n")
     reader = TableReader(str(tmp_path / "t.csv"))
     records = reader.read(np.arange(int(reader.counts.sum())), images=False)
     assert [record.text.decode().split()[0] for record in records] == texts.split()
