@@ -93,8 +93,10 @@ class IndexedSource(Source):
         problems = ", ".join(f"{name}: {count}" for name, count in self.found.items())
         where = f"{self.about} ({problems})" if problems else self.about
         total = epoch_size(collection.counts, collection.factors)
-        if total == 0:
+        if not collection.counts.any():
             raise ValueError(f"{where}: {collection.if_empty}")
+        if total != collection.counts.sum():
+            where += f", of which an epoch uses {total} (--train-data-upsampling-factors)"
         self.num_samples = total if flags.train_num_samples is None else flags.train_num_samples
         if self.num_samples > total:
             raise ValueError(f"{self.num_samples} samples per epoch were requested (--train-num-samples), but {where}")

@@ -202,6 +202,8 @@ def test_too_little_data_is_an_error_with_the_numbers(shards, tokenizer, tmp_pat
         (shards, {"micro_batch_size": 10, "num_micro_batches": 3, "world_size": 2},
          r"hold 53 .*batch of 60 \(data-parallel ranks x micro-batches x samples: 2 x 3 x 10\)"),
         (shards, {"train_num_samples": 100}, "100 samples per epoch were requested .*but 5 shards hold 53"),
+        (shards, {"train_data_upsampling_factors": "0.1"}, r"hold 53 .* epoch uses 5 \(--train-data-ups"),
+        (shards, {"train_data_upsampling_factors": "0.001"}, "epoch uses 0 .*, fewer than one global batch"),
         (str(tmp_path), {}, r"holds 0 usable samples \(index/no_image: 9\): are these tars .* --text-key"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
