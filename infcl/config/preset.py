@@ -45,10 +45,14 @@ class _Zero(TypedDict, total=False):
     offload_param: dict[str, Any]
 
 
+class _Half(TypedDict, total=False):
+    enabled: bool | Literal["auto"]
+
+
 class _Preset(TypedDict, total=False):
     zero_optimization: _Zero
-    bf16: dict[str, Any]
-    fp16: dict[str, Any]
+    bf16: _Half
+    fp16: _Half
     data_types: dict[str, Any]
 
 
@@ -114,6 +118,8 @@ def _check(preset: dict, tensor_parallel_size: int) -> None:
                 f"{name} is on nvme, where checkpoints cannot read and write the state; "
                 'use "device": "cpu", as zero3_offload does'
             )
+    if old := [key for key in zero if key.startswith("cpu_offload")]:
+        raise ValueError(f"{old[0]} is DeepSpeed's old name: use offload_optimizer and offload_param")
     if zero.get("round_robin_gradients"):
         raise ValueError("round_robin_gradients hides the gradients from the towers' norms: leave it out")
     if all(preset.get(name, {}).get("enabled") for name in ("bf16", "fp16")):

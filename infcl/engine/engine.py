@@ -69,20 +69,16 @@ class Engine:
         deepspeed.utils.groups.mpu = mpu  # else DeepSpeed would use that of an earlier engine
         exact = _fp32_copy(model) if self.precision.half_parameters and parallel.dp_rank == 0 else {}
         model.to(parallel.device)
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=build_optimizer(
-                model,
-                config,
-                global_batch_size=spec.batch.global_batch_size,
-                fused=parallel.device.type == "cuda" or self.offloads_optimizer,
-            ),
-            config=deepspeed_config(
-                spec.preset, spec.precision, spec.batch, config.grad_clip_norm, leaves=_leaves(model)
-            ),
-            mpu=mpu,
-            dist_init_required=False,
-        )
+        fused = parallel.device.type == "cuda" or self.offloads_optimizer
+        optimizer = build_optimizer(model, config, global_batch_size=spec.batch.global_batch_size, fused=fused)
+        given = deepspeed_config(spec.preset, spec.precision, spec.batch, config.grad_clip_norm, leaves=_leaves(model))
+        try:
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=given, mpu=mpu, dist_init_required=False
+            )
+        except ValueError as error:  # DeepSpeed checks the preset's values; pydantic's message has four lines
+            why = "; ".join(line.strip() for line in str(error).splitlines()[:3])
+            raise ValueError(f"--deepspeed_config {config.deepspeed_config}: {why}") from error
         self.kept: KeptParameters | None = None
         if self.zero_stage == 3:
             release_by_the_present_trace(self.engine.optimizer)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -28,6 +29,8 @@ def preset_file(tmp_path, content) -> str:
         ("{", {}, "not JSON"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, {}, "offload_optimizer is 'cpu'"),
         ({"bf16": {"enabled": "auto"}}, {}, 'enabled is "auto"'),
+        ({"bf16": {"enabled": "false"}}, {}, "bf16.enabled.bool is 'false': Input should be a valid boolean"),
+        ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, {}, "cpu_offload is DeepSpeed's old name"),
         ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, {}, "round_robin.*leave it out"),
         ({"train_batch_size": 8}, {}, "--batch-size and --accum-freq"),
         ({"gradient_clip": 1.0}, {}, "unknown key 'gradient_clip'"),
@@ -95,6 +98,18 @@ def bucket_of_deepspeed(rank, world_size, path):
     config = settings("", deepspeed_config=path, precision="fp32")
     engine = engine_of(ToyCLIP(), config, init_parallel("cpu"), BatchPlan(world_size, 1, 4))
     return engine.engine.optimizer.reduce_bucket_size
+
+
+def rejected_by_deepspeed(rank, world_size, path):
+    with pytest.raises(ValueError) as rejected:
+        bucket_of_deepspeed(rank, world_size, path)
+    return str(rejected.value)
+
+
+def test_a_value_that_deepspeed_rejects_is_reported_in_one_line_with_the_preset(tmp_path):
+    path = preset_file(tmp_path, {"zero_optimization": {"stage": 1, "stages": 2}})
+    (message,) = run_ranks(rejected_by_deepspeed, 1, path)
+    assert re.fullmatch(rf"--deepspeed_config {path}: .*; stages; Extra inputs are not permitted.*", message)
 
 
 @pytest.mark.parametrize(
