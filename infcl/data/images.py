@@ -215,6 +215,8 @@ def _rgb(image: "Image.Image") -> np.ndarray:
     """Return uint8 [H, W, 3]: transparency is composited on white, 16-bit grey is scaled."""
     if image.mode.startswith("I"):  # two bytes per pixel; Pillow's own conversion would clip it to white
         deep = np.asarray(image).astype(np.float32)
+        if deep.min() < 0 or deep.max() > 65535:  # of a TIFF with 32 or signed bits
+            raise BadSample("unsupported_image_mode", "integers outside 0 to 65,535")
         return np.repeat(np.clip(deep / 257 + 0.5, 0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode == "F":
         raise BadSample("unsupported_image_mode", "floating-point pixels")

@@ -44,10 +44,13 @@ def test_every_format_and_colour_space_decodes_to_rgb(format, mode, tolerance):
     assert np.abs(decoded.astype(int) - expected).max() <= tolerance
 
 
-def test_sixteen_bit_grey_is_scaled_not_clipped_to_white():
+def test_sixteen_bit_grey_is_scaled_and_wider_integers_are_rejected_not_clipped_to_white():
     deep = (np.linspace(0, 65535, 400).reshape(20, 20)).astype(np.uint16)
     decoded = decode_image(encode(Image.fromarray(deep)))
     np.testing.assert_array_equal(decoded[:, :, 1], np.round(deep / 257).astype(np.uint8))
+    for wide in (deep.astype(np.int32) + 1, deep.astype(np.int32) - 1):
+        with pytest.raises(BadSample, match="integers outside 0 to 65,535"):
+            decode_image(encode(Image.fromarray(wide), "TIFF"))
     assert 120 < decoded.mean() < 135
 
 
