@@ -1,4 +1,4 @@
-"""--attention triton: the kernel of one tile a sequence, its operator, and towers that compute with it.
+"""--attention auto: the Triton kernel of one tile a sequence, its operator, and towers that compute with it.
 
 In processes of their own where the kernel runs in Triton's interpreter, since TRITON_INTERPRET must be set before
 Triton is imported; on a GPU with its marker.
