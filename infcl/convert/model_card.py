@@ -25,6 +25,8 @@ _FLAGS = {
     "warmup": "warm-up steps",
     "precision": "precision",
     "loss": "loss",
+    "duplicates": "duplicates",
+    "false_negative_margin": "margin of false negatives",
 }
 
 
@@ -107,7 +109,7 @@ def _training_rows(card: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[st
         rows["batch"] = f"{card['samples_seen'] // card['steps']:,} samples, one loss over all of them"
     if card.get("ema"):
         rows["weights"] = f"moving average over the steps, decay {flags.get('ema_decay', 'unknown')}"
-    rows |= {name: flags[flag] for flag, name in _FLAGS.items() if flags.get(flag) not in (None, "none")}
+    rows |= {name: flags[flag] for flag, name in _FLAGS.items() if flags.get(flag) not in (None, "none", "negative")}
     if teacher := teacher_in_words(flags):
         rows["distilled from"] = teacher
     return rows

@@ -152,7 +152,7 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
     (tmp_path / "tiny.json").write_text(small_config().to_json())
     sets = {"val_data": str(demo_folder / "val"), "zeroshot_data": str(demo_folder / "zeroshot")}
     zero_3 = {"model": str(tmp_path / "tiny.json"), "deepspeed_config": "ds_configs/zero3.json"}
-    zero_3["matryoshka_widths"] = [3, 8]
+    zero_3 |= {"matryoshka_widths": [3, 8], "duplicates": "mask", "false_negative_margin": 1.5}
     run_ranks(fit, 2, demo_config(demo_folder, tmp_path, steps=2, **sets, **zero_3))
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
@@ -173,7 +173,8 @@ def test_a_zero_3_run_evaluates_to_what_training_reported_and_exports_to_clip_mo
         assert evaluate(1, tmp_path, *arguments) == pytest.approx(reported["zero_shot"], rel=1e-6)
     assert len(read_run(run).later) == 4, "the report shows them too"
     card = (run / "export-hf" / "README.md").read_text()
-    assert "| batch | 128 samples" in card and "| shorter embeddings | the first 3, 8 numbers" in card
+    rows = "| batch | 128 samples", "| shorter embeddings | the first 3, 8 numbers", "| duplicates | mask |"
+    assert all(row in card for row in (*rows, "| margin of false negatives | 1.5 |"))
 
 
 @pytest.mark.long
