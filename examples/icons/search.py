@@ -61,7 +61,7 @@ def search(args: argparse.Namespace) -> None:
     for source in args.sets:
         found, more = read_source(source, only=args.only, licences=None, max_body=10**6)
         sets, icons = sets | found, icons + more
-    clip, tokenize = load_model(args.model, device=torch.device("cpu"))
+    clip, tokenize, _ = load_model(args.model, device=torch.device("cpu"))
     encoder = Encoder(clip, tokenize)
     icons, features = embedded(icons, encoder, args.cache)
     drawing = b"" if args.image is None else picture(args.image)

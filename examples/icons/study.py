@@ -316,7 +316,7 @@ class HeldOut:
         from infcl.evaluate.retrieval import retrieval_counts
 
         with self.lock:
-            clip, tokenize = load_model(run, device=torch.device(device))
+            clip, tokenize, _ = load_model(run, device=torch.device(device))
         result: dict[str, float] = {}
         for name, (images, captions, seen) in self.sets.items():
             image = torch.cat([clip(part.to(device), None)["image_features"].float() for part in images.split(1024)])

@@ -39,6 +39,7 @@ class Weights(NamedTuple):
     cfg: ModelConfig | None  # None for a single file of weights
     source: str
     preprocess: Preprocess = CLIP_PREPROCESS  # by which the image tower's pixels were normalised
+    averaged: bool | None = None  # whether they are a run's averages; None if they are of no run
 
 
 def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None = None) -> Weights:
@@ -53,13 +54,13 @@ def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None
         ValueError: `path` has no weights, no average, or a file that is no state dict or would run code when loaded.
     """
     source, path = str(path), Path(path)
-    is_run = _is_run(path)
+    is_run = (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
     if ema is not None and not is_run:
         raise ValueError(f"{path} is not a run or checkpoint of this trainer: it has no averaged weights")
     if model is not None and source.startswith(PREFIX):
         return read_tag(source, model)
     if path.is_file():
-        return Weights(_our_names(_read_file(path)), None, str(path))
+        return Weights(_our_names(_read_file(path)), None, str(path), _preprocess_of(path))
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
     if is_run:
@@ -69,26 +70,11 @@ def read_weights(path: str | Path, *, model: str | None = None, ema: bool | None
         checkpoint, manifest = newest_intact(path)
         averaged = takes_average(manifest, ema)
         state = _our_names(weights_of(checkpoint, manifest, ema=averaged))
-        return Weights(state, cfg, f"{path}{' (averaged)' * averaged}", cfg.preprocess)
+        return Weights(state, cfg, f"{path}{' (averaged)' * averaged}", cfg.preprocess, averaged)
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path}: no weights there (looked for {', '.join(_FILES)}, and checkpoints/ of a run)")
-    preprocess = parse_preprocess(_preprocessing(path), str(path))
-    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), preprocess)
-
-
-def are_averaged(path: str | Path) -> bool | None:
-    """Return whether the weights that `read_weights` takes by default are averages; None for no run or checkpoint."""
-    if not _is_run(Path(path)):
-        return None
-    from infcl.checkpoint.load import is_averaged, newest_intact
-
-    return is_averaged(newest_intact(Path(path))[1])
-
-
-def _is_run(path: Path) -> bool:
-    """Return whether a path is a run or a checkpoint of this trainer."""
-    return (path / "checkpoints").is_dir() or (path / "infcl.json").is_file()
+    return Weights(_our_names(_read_file(file)), _folder_config(path), str(path), _preprocess_of(path))
 
 
 def config_of(weights: Weights, source: str | Path, model: str | None) -> ModelConfig:
@@ -351,9 +337,14 @@ def _preprocessing(path: Path) -> dict[str, Any]:
     return of_processor | said
 
 
+def _preprocess_of(path: Path) -> Preprocess:
+    """Return the preprocessing of a folder's weights, or of a file's in a folder."""
+    return parse_preprocess(_preprocessing(described_in(path)), str(path))
+
+
 def _folder_config(path: Path) -> ModelConfig | None:
     if (path / "open_clip_config.json").is_file():
-        return load_any_config(path)
+        return load_any_config(path / "open_clip_config.json")
     theirs = path / "config.json"
     if not theirs.is_file():
         return None

@@ -18,7 +18,6 @@ import torch
 from infcl.checkpoint.run_folder import run_of
 from infcl.config import CAPTIONS, LOSS_NAMES, OneLineParser, TrainConfig, aligned, counted
 from infcl.config.redaction import redact_output, redacted
-from infcl.convert.import_weights import are_averaged
 from infcl.data.evaluation import RESIZES, EvalConfig
 from infcl.evaluate.load import load_model
 from infcl.evaluate.tasks import RetrievalTask, ZeroShotTask
@@ -75,9 +74,8 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be greater than 0")
-    ema = are_averaged(args.checkpoint) if args.ema is None else args.ema
-    named = {"model": args.model, "tokenizer": args.tokenizer, "ema": ema}
-    clip, tokenizer = load_model(args.checkpoint, device=parallel.device, **named)
+    named = {"model": args.model, "tokenizer": args.tokenizer, "ema": args.ema}
+    clip, tokenizer, averaged = load_model(args.checkpoint, device=parallel.device, **named)
     run = run_of(Path(args.checkpoint))
     flags = TrainConfig() if run is None else run.config()
     if args.data != flags.val_data:
@@ -103,7 +101,7 @@ def evaluate(args: argparse.Namespace, parallel: Parallel) -> dict[str, object]:
     metrics = task.run(encoder(clip, args.precision), parallel)
     seconds = round(time.perf_counter() - started, 2)
     about = {"checkpoint": str(args.checkpoint), "task": args.task, "data": args.data, "precision": args.precision}
-    about |= {} if ema is None else {"ema": ema}
+    about |= {} if averaged is None else {"ema": averaged}
     about |= {**task.about, "image_resize": args.image_resize, "world_size": parallel.world_size, "seconds": seconds}
     return about | {"metrics": metrics}
 

@@ -6,6 +6,7 @@ Out: CLIP in eval mode on the device, and a callable that turns texts into token
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,14 @@ from infcl.models.open_clip_config import PREFIX
 Tokenize = Callable[[list[str]], torch.Tensor]
 
 
+class Loaded(NamedTuple):
+    """A model in eval mode, and what reads its texts."""
+
+    model: CLIP
+    tokenizer: AnyTokenizer  # n texts -> int64 [n, L]
+    averaged: bool | None  # whether the weights are a run's averages; None if they are of no run
+
+
 def load_model(
     checkpoint: str | Path,
     *,
@@ -26,7 +35,7 @@ def load_model(
     model: str | None = None,
     tokenizer: str | Path | None = None,
     ema: bool | None = None,
-) -> tuple[CLIP, AnyTokenizer]:
+) -> Loaded:
     """Load a model in eval mode on the device, and its tokenizer.
 
     Args:
@@ -34,9 +43,6 @@ def load_model(
         model: config of a bare weights file or a tag.
         tokenizer: see `find_tokenizer`; by default the one that is recorded with the weights.
         ema: the averaged weights of a run or checkpoint; by default if it has them.
-
-    Returns:
-        The model, and the tokenizer: n texts -> int64 [n, L].
 
     Raises:
         ValueError: weights, config and tokenizer do not match.
@@ -60,4 +66,4 @@ def load_model(
             raise ValueError(
                 f"{source.where}: the model pools at id {cfg.text_cfg.eos_id}, with which it does not end a caption"
             )
-    return model_with(weights, cfg).to(device).eval(), tokenize
+    return Loaded(model_with(weights, cfg).to(device).eval(), tokenize, weights.averaged)

@@ -62,7 +62,7 @@ def _gallery(run: Run, data: str) -> Gallery | str:
     from infcl.models.flops import forward_flops
 
     try:
-        model, tokenize = load_model(run.root / "export", device=torch.device("cpu"))
+        model, tokenize, _ = load_model(run.root / "export", device=torch.device("cpu"))
     except ValueError as error:
         return f"No gallery: {error}"
     flops = sum(forward_flops(model.cfg, training=False).values())

@@ -33,6 +33,7 @@ from infcl.loss.matryoshka import check_widths, matryoshka
 from infcl.models.clip import build_towers, lock_towers
 from infcl.models.config import ModelConfig, load_any_config
 from infcl.models.open_clip_config import hugging_face_config
+from infcl.models.preprocess import Preprocess
 from infcl.parallel import Parallel, gather_objects, init_parallel, ranks_of_host
 from infcl.parallel.collectives import on_every_rank
 from infcl.train.teacher import TeacherModel, load_teacher
@@ -115,7 +116,7 @@ def build_tokenizer_and_model_config(config: TrainConfig) -> tuple[AnyTokenizer 
     model_config = load_any_config(config.model).with_overrides(**overrides)
     flags = {name: getattr(config, f"image_{name}") for name in ("mean", "std", "interpolation", "resize_mode")}
     preprocess = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items() if v not in (None, [])}
-    preprocess = weights_preprocess(config.pretrained or config.pretrained_image, config.model) | preprocess
+    preprocess = weights_preprocess(config.pretrained_image or config.pretrained, config.model) | preprocess
     model_config = model_config.with_preprocess(preprocess)
     model_config.check_divides(config.tensor_parallel_size)
     if config.matryoshka_widths:
@@ -245,7 +246,7 @@ def build_loader(inputs: Inputs, parallel: Parallel) -> StepLoader:
     if inputs.teacher is not None:
         options["teacher"] = inputs.teacher.tokenizer
     loader = on_every_rank(lambda: TrainLoader(config, tokenizer, share, **options))
-    _require_same_data(loader)
+    _require_same_data(loader, inputs.model_config.preprocess)
     return loader
 
 
@@ -273,15 +274,16 @@ def build_schedule(spec: RunSpec, loader: StepLoader) -> Schedule:
     )
 
 
-def _require_same_data(loader: TrainLoader) -> None:
+def _require_same_data(loader: TrainLoader, preprocess: Preprocess) -> None:
     """Raise ValueError on all ranks if one has other data (missing shards, its own copy) than rank 0. Collective."""
-    everyone = gather_objects((socket.gethostname(), {"samples": loader.num_samples} | loader.state_dict()))
+    own = {"samples": loader.num_samples, "preprocessing": str(preprocess), **loader.state_dict()}
+    everyone = gather_objects((socket.gethostname(), own))
     first_host, first = everyone[0]
     for rank, (host, theirs) in enumerate(everyone):
         if different := [f"{k} {v!r} there, {first[k]!r} here" for k, v in theirs.items() if v != first[k]]:
             raise ValueError(
                 f"rank {rank} on {host} has found other data than rank 0 on {first_host}: {'; '.join(different)}. "
-                "All nodes need the same shards or tables, and the same tokenizer"
+                "All nodes need the same shards or tables, the same tokenizer and the same --pretrained"
             )
 
 

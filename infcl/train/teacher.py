@@ -40,7 +40,7 @@ def load_teacher(flags: TrainConfig, model_config: ModelConfig) -> TeacherModel 
     if name is None:
         return None
     try:
-        model, tokenizer = load_model(weights or name, device=torch.device("cpu"), model=name if weights else None)
+        model, tokenizer, _ = load_model(weights or name, device=torch.device("cpu"), model=name if weights else None)
     except ValueError as error:
         raise ValueError(f"--distill-model {name}: {error}") from error
     theirs, own = model.cfg.vision_cfg.image_size, model_config.vision_cfg.image_size

@@ -103,7 +103,7 @@ def train(rank, world_size, config, open_clip_folder, pixels):
 
 
 def by_infcl(checkpoint, pixels, **options):
-    clip, tokenize = load_model(checkpoint, device=CPU, **options)
+    clip, tokenize, _ = load_model(checkpoint, device=CPU, **options)
     ids = tokenize(RAW)
     with torch.no_grad():
         out = clip(pixels, ids)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from infcl.config import TrainConfig
 from infcl.convert.__main__ import main
 from infcl.convert.export import export_model, load_exported
 from infcl.convert.hf_clip import from_hf_config
@@ -23,6 +24,7 @@ from infcl.models import CLIP, build_towers
 from infcl.models.config import load_any_config, parse_model_config
 from infcl.models.open_clip_config import OpenClipConfig
 from infcl.models.preprocess import Preprocess
+from infcl.train.build import build_tokenizer_and_model_config
 from tests.lib.open_clip_stub import import_open_clip
 from tests.lib.shard_files import Payload
 
@@ -107,7 +109,12 @@ def test_weights_bring_the_normalisation_of_their_pixels(image_size, place, sour
     assert "its pixels were normalised by" not in load_pretrained(ours, image=str(path))[0]
     assert "its pixels were normalised by" in load_pretrained(theirs, image=str(path))[0]
     assert main(["import", str(path), "--out", str(tmp_path / "imported")]) == 0
-    load_pretrained(theirs, str(write("pt", source, tmp_path)))  # a bare file does not say: as it is
+    file = str(write("pt", source, tmp_path))
+    assert "its pixels were normalised by" not in load_pretrained(ours, image=file)[0], "a file is as its folder says"
+    load_pretrained(theirs, file)
+    (tmp_path / "small.json").write_text(cfg.to_json())
+    flags = TrainConfig(model=str(tmp_path / "small.json"), pretrained="infcl", pretrained_image=str(path))
+    assert build_tokenizer_and_model_config(flags)[1].preprocess == ours.cfg.preprocess, "the image tower's source"
     pixels = torch.randint(256, (3, 3, image_size, image_size), dtype=torch.uint8)
     normalised = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     with torch.no_grad():
@@ -117,6 +124,12 @@ def test_weights_bring_the_normalisation_of_their_pixels(image_size, place, sour
             imported = load_exported(tmp_path / "imported")[0](pixels)["image_features"]
             torch.testing.assert_close(imported, expected, rtol=0, atol=2e-6)
         assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
+
+
+def test_a_folder_with_the_name_of_a_model_has_its_own_config(source, tmp_path, monkeypatch):
+    write("folder_open_clip", source, tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert read_weights("demo").cfg == read_weights(tmp_path / "demo").cfg == source.cfg
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_average_is_evaluated_and_exported(averaged_run, tmp_path):
         out = tmp_path / f"out{len(flags)}"
         assert convert(["export", str(run.root), "--out", str(out), *flags]) == 0
         assert torch.equal(read_weights(out).state["visual.proj"], wanted["visual.proj"])
-    evaluated, _ = load_model(run.root, device=torch.device("cpu"))
+    evaluated, _, _ = load_model(run.root, device=torch.device("cpu"))
     assert torch.equal(evaluated.visual.proj, average["visual.proj"])
     given = ["--task", "retrieval", "--data", config.val_data, "--device", "cpu", "--out", str(tmp_path / "rows")]
     for checkpoint, flags in ((run.root, []), (run.root, ["--no-ema"]), (run.export, [])):

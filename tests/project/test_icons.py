@@ -217,7 +217,7 @@ def test_the_weights_give_equal_features_here_in_open_clip_and_in_transformers(t
     assert (folder / "model.safetensors").stat().st_size < 12e6
     pixels = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     captions = ["red heart", "arrow left circle", "calendar"]
-    ours, tokenize = load_model(folder, device=torch.device("cpu"))
+    ours, tokenize, _ = load_model(folder, device=torch.device("cpu"))
     peer, tokens = open_clip.create_model(f"local-dir:{folder}").eval(), open_clip.get_tokenizer(f"local-dir:{folder}")
     convert(["import", str(folder), "--format", "hf", "--out", str(tmp_path / "hf")])
     clip = transformers.CLIPModel.from_pretrained(tmp_path / "hf").eval()

@@ -30,17 +30,19 @@ def test_the_loss_multiplies_in_the_precision_of_the_towers_on_a_gpu(device, fla
     assert resolve(config, device=device).tile_dtype == expected
 
 
-def _rejection(rank, world_size, folders):
+def _rejection(rank, world_size, folders, means):
     config = TrainConfig(train_data=folders[rank], workers=0)
     tokenizer = SimpleNamespace(sha256="", context_length=8)
     parallel = init_parallel("cpu")
     spec = spec_of(config, parallel, BatchPlan(2, 1, 1))
-    return rejected(build_loader, Inputs(spec, load_model_config("demo"), tokenizer), parallel)
+    model = load_model_config("demo").with_preprocess({"mean": [means[rank]] * 3})
+    return rejected(build_loader, Inputs(spec, model, tokenizer), parallel)
 
 
-def test_ranks_that_find_other_data_are_reported(tmp_path):
+def test_ranks_that_find_other_data_or_preprocessing_are_reported(tmp_path):
     """Each would read by a plan of its own: some samples twice, others never, and not the same number of steps."""
     folders = [write_shards(tmp_path / name, sizes) for name, sizes in (("a", [2, 2]), ("b", [2, 2]))]
     (tmp_path / "b" / "00001.tar").unlink()
-    printed = run_ranks(_rejection, 2, folders)
+    printed = run_ranks(_rejection, 2, folders, [0.5, 0.4])
     assert printed[0] == printed[1] and "rank 1 on " in printed[0] and "samples 2 there, 4 here" in printed[0]
+    assert "mean=(0.4, 0.4, 0.4)" in printed[0] and "mean=(0.5, 0.5, 0.5)" in printed[0]

@@ -105,7 +105,7 @@ def test_a_family_trains_the_same_under_zero_1_and_3_and_loads_in_open_clip(fami
     assert len(curves[0]) == 4 and curves[0] == pytest.approx(curves[1], abs=1e-4)
     assert curves[0][4] < curves[0][1]
     if family == "hf":
-        _, tokenize = load_model(tmp_path / "zero3" / "export", device=torch.device("cpu"))
+        _, tokenize, _ = load_model(tmp_path / "zero3" / "export", device=torch.device("cpu"))
         texts = ["a red LEFT of the blue", "green"]
         assert torch.equal(tokenize(texts), HuggingFaceTokenizer(tokenizer, 16)(texts))
     if family != "eva":  # at a size that timm did not make it for, which open_clip sets only after loading
