@@ -5,7 +5,7 @@
 #   hardware  one host, one rank per visible GPU (the paper: 8 A100); HOSTS=hosts for those of a hostfile
 #   time      as long as the training; not measured yet
 # IMAGE is open_clip's or CLIPModel's ViT-B-16; --warmup is half an epoch of the data. docs/howto/learning-rates.md has the
-# recipe, and why its weight decay is 1e-7 a step. Flags given after these override them.
+# recipe. Its weight decay is 1e-4 times lr, 1e-7 a step at the peak. Flags given after these override them.
 set -euo pipefail
 [ -n "${IMAGE:-}" ] || { echo "launch/lit.sh: IMAGE is not set: set it to the weights of the locked image tower, such as IMAGE=ViT-B-16.safetensors" >&2; exit 2; }
 script=local.sh

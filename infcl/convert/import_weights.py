@@ -325,13 +325,21 @@ _PREPROCESSING = {  # file: its section; of open_clip, runs, CLIPImageProcessor 
 
 
 def _preprocessing(path: Path) -> dict[str, Any]:
-    """Return a folder's preprocessing fields, with those of an image processor under open_clip's names."""
+    """Return a folder's preprocessing fields, with those of an image processor under open_clip's names.
+
+    Raises:
+        ValueError: they are no object, or images are resampled by another filter.
+    """
     said: dict[str, Any] = {}
     for name, section in _PREPROCESSING.items():
         if (path / name).is_file():
             fields = read_record(path / name, dict)
             fields = (fields.get(section) or {}) if section else fields
+            if not isinstance(fields, dict):
+                raise ValueError(f"{path / name}: {section} is {str(fields)[:60]}, not an object")
             said = {key.removeprefix("image_"): value for key, value in fields.items() if value is not None} | said
+    if said.get("resample", 3) not in (2, 3):
+        raise ValueError(f"{path}: resample {said['resample']} is neither 2 (bilinear) nor 3 (bicubic)")
     of_processor = {"interpolation": "bilinear"} if said.get("resample") == 2 else {}
     of_processor |= {"resize_mode": "squash"} if said.get("do_center_crop") is False else {}
     return of_processor | said

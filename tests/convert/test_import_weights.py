@@ -126,6 +126,24 @@ def test_weights_bring_the_normalisation_of_their_pixels(image_size, place, sour
         assert (theirs(pixels)["image_features"] - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("preprocessor_config", {"resample": 1}, r"resample 1 is neither 2 \(bilinear\) nor 3 \(bicubic\)"),
+        (
+            "processor_config",
+            {"image_processor": [1]},
+            r"json: image_processor is \[1\], not an object",
+        ),
+    ],
+)
+def test_preprocessing_that_cannot_be_done_is_rejected(file, fields, message, source, tmp_path):
+    path = write("folder_hf", source, tmp_path)
+    (path / f"{file}.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=message):
+        read_weights(path)
+
+
 def test_a_folder_with_the_name_of_a_model_has_its_own_config(source, tmp_path, monkeypatch):
     write("folder_open_clip", source, tmp_path / "demo")
     monkeypatch.chdir(tmp_path)

@@ -79,6 +79,8 @@ def test_flags_of_shown_commands_exist():
         for program, words in programs_of(line):
             flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", " ".join(words)))
             assert flags - {"--help"} <= options_of(program), (line, files)
+    explained = " ".join(re.findall(r"(?m)^(`--.*)\n: ", (ROOT / "docs/reference/flags.md").read_text()))
+    assert "--resume" in explained and set(re.findall(r"--[\w-]+", explained)) <= options_of("pretrain_clip.py")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md"])
