@@ -91,6 +91,8 @@ class RunFolder:
                 before = RunFolder(begins_from.resolve().parent.parent) if begins_from else self
                 if (before.root / "config.json").is_file():
                     changed = before.other_flags(config)
+                    if before.model_config.is_file() and before.model_config.read_bytes() != model_config_json.encode():
+                        changed.append(f"{before.model_config.name}: the towers or their preprocessing")
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 write_atomic(self.root / "config.json", config.to_json())
                 write_atomic(self.model_config, model_config_json)

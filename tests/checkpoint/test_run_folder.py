@@ -32,8 +32,9 @@ def test_a_run_folder_is_never_trained_over_unasked(demo_folder, tmp_path):
     for changes in ({"model": "nope"}, {"batch_size": 4096}, {"resume": inside}):  # it rewrites nothing
         assert run_ranks(rejection, 1, dataclasses.replace(other, **changes))[0]
         assert {path: path.read_bytes() for path in before} == before
-    from_there = run_ranks(said, 1, dataclasses.replace(config, name="from there", resume=inside, wd=0.1))[0]
-    assert "flags that differ from the run's: wd 0.05 there, 0.1 now" in from_there
+    from_there = dataclasses.replace(config, name="from there", resume=inside, wd=0.1, image_mean=[0.5] * 3)
+    printed = run_ranks(said, 1, from_there)[0]
+    assert "image_mean [] there, [0.5, 0.5, 0.5] now; wd 0.05 there, 0.1 now; model_config.json: the towers" in printed
     shorter = dataclasses.replace(config, name="shorter", resume=inside, steps=1)
     assert "is of step 2, the flags end the run at 1" in run_ranks(rejection, 1, shorter)[0]
     own = str(tmp_path / "run" / "tokenizer.model")
