@@ -6,11 +6,6 @@ import torch
 from infcl.engine.blockwise import BLOCK, Blockwise
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _is_installed():
-    pytest.importorskip("bitsandbytes")
-
-
 def random_state(count: int, table_index: int) -> tuple[Blockwise, torch.Tensor]:
     from infcl.engine.blockwise import tables
 
