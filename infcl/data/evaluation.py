@@ -27,7 +27,7 @@ from infcl.data.index import DEFAULT_KEYS, MAX_TEXT_BYTES, SampleKeys
 from infcl.data.records import BadSample, Record, stream_records
 from infcl.data.shards import expand_shards
 from infcl.data.storage import ShardFault, is_remote
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, columns_of, read_image
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, columns_of, read_file
 from infcl.data.transforms import EvalTransform, PillowTransform
 from infcl.models.config import ModelConfig
 from infcl.models.preprocess import CLIP_PREPROCESS, Preprocess
@@ -152,7 +152,7 @@ class EvalSamples:
         if record.fault is not None:
             return BadSample(record.fault.cause, str(record.fault))
         try:
-            image = self._pixels(read_image(record.where) if callable(self.source) else record.image or b"")
+            image = self._pixels(read_file(record.where) if callable(self.source) else record.image or b"")
             metadata = parse_json(record.json) if record.json is not None else {}
         except ShardFault as fault:
             return BadSample(fault.cause, str(fault))

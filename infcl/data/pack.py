@@ -23,7 +23,7 @@ from infcl.data.plan import random_order
 from infcl.data.records import Record
 from infcl.data.shards import main as index
 from infcl.data.storage import ShardFault
-from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, add_column_flags, columns_of, read_image
+from infcl.data.table import DEFAULT_COLUMNS, TableColumns, TableReader, add_column_flags, columns_of, read_file
 
 _SUFFIX_OF = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}  # first bytes -> extension
 assert set(_SUFFIX_OF.values()) <= set(DEFAULT_KEYS.image.split(";"))
@@ -97,8 +97,8 @@ def _record_of(image: Path) -> Record:
     """Return the bytes of an image and of the files with its name; a fault if they cannot be read."""
     others = (image.with_suffix(suffix) for suffix in (".txt", ".json"))
     try:
-        text, json = (read_image(str(other)) if other.is_file() else None for other in others)
-        return Record(read_image(str(image)), text, json, str(image))
+        text, json = (read_file(str(other)) if other.is_file() else None for other in others)
+        return Record(read_file(str(image)), text, json, str(image))
     except ShardFault as fault:
         return Record(None, None, None, str(image), fault=fault)
 

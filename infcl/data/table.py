@@ -121,7 +121,7 @@ class TableReader:
         for row, part in zip(samples.tolist(), parts.tolist()):
             record = self._row(row, part)
             try:
-                records.append(record._replace(image=read_image(record.where)) if images else record)
+                records.append(record._replace(image=read_file(record.where)) if images else record)
             except ShardFault as fault:
                 records.append(record._replace(fault=fault))
         return records
@@ -144,8 +144,8 @@ def is_json_lines(path: str) -> bool:
     return path.lower().endswith(".jsonl")
 
 
-def read_image(path: str) -> bytes:
-    """Return the bytes of an image file. Raises ShardFault."""
+def read_file(path: str) -> bytes:
+    """Return the bytes of a file or a url that a table or a folder names. Raises ShardFault."""
     if is_remote(path) and path.partition("://")[0] not in SCHEMES:  # a table is data: no command, no chained url
         raise ShardFault("unsupported_url", f"{path} is not a path or a url of {', '.join(SCHEMES)}")
     if is_remote(path):

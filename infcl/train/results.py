@@ -53,7 +53,7 @@ def write_results(run: RunFolder, weights: dict[str, torch.Tensor], model_config
             tokenizer = stored_tokenizer(run.root, model_config)
             export_model(weights, model_config, tokenizer, run.export, name=run.root.resolve().name, card=summary)
             write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
-        except Exception as error:  # of charts, exports and disks: each names the newest checkpoint
+        except Exception as error:  # whatever failed, the message names the newest checkpoint
             raise (NotWritten if isinstance(error, OSError) else RuntimeError)(
                 f"the trained model could not be written to {run.root} ({reason(error)}); newest checkpoint: "
                 f"{summary['paths']['checkpoint'] or 'none'}. Fix that and start again with --resume latest"
